@@ -46,22 +46,23 @@ Samples = ImageSet | Sequence[Sample]
 
 @dataclass(frozen=True)
 class BatchChunks(Dataset[Any]):
-    """A dataset whose items are chunks: the crops for a micro-batch, or for a part of it.
+    """A dataset whose items are chunks: the crops of a whole micro-batch, or of a part of it.
 
-    The index of an item is the number of the chunk. Chunks are numbered in the order in which this
-    process trains on them. The first micro-batch of step s has the number s * `num_micro_batches`,
-    and the first chunk of micro-batch m has the number m * `num_chunks`. The crops of an image do
-    not depend on the sizes of batches, micro-batches and chunks.
+    Item n is chunk n, counted from 0 in the order in which this process trains. Step s begins with
+    micro-batch s * `num_micro_batches`, and micro-batch m begins with chunk m * `num_chunks`. The
+    crops of an image do not depend on the sizes of batches, micro-batches and chunks.
 
-    An item is the return value of `cut`. If readable images have replaced unreadable ones, it is a
-    `ChunkWithReplacements`. If an image cannot be read and may not be replaced, it is a
-    `DataError`. The error is returned instead of raised, because an exception that leaves a data
-    worker would lose its one-line message.
+    A chunk is the return value of `cut`, except in two cases:
 
-    Source of repeated augmentation: https://arxiv.org/abs/1901.09335, and `RASampler` of
+    - `ChunkWithReplacements`: other images have replaced unreadable ones.
+    - `DataError`: an image cannot be read and may not be replaced. The error is not raised, because
+      an exception that leaves a data worker loses its one-line message.
+
+    Source of repeated augmentation (several crops of an image in one batch):
+    https://arxiv.org/abs/1901.09335, and `RASampler` of
     https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/samplers.py
-    `RASampler` gives the repeats of an image to different processes. This suite gives all of them
-    to one process.
+    `RASampler` gives the crops of an image to different processes. Here, they are consecutive in
+    the batch.
 
     Attributes:
         images: Training images.
@@ -123,7 +124,7 @@ class BatchChunks(Dataset[Any]):
         return ChunkWithReplacements(crops, left_out) if left_out else crops
 
     def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
-        """Return the sample keys of one micro-batch of this process.
+        """Return the keys of the images to crop for one micro-batch of this process.
 
         A batch consists of the first micro-batch of every rank (process), then the second
         micro-batch of every rank, and so on. The images of the whole batch do not depend on the
@@ -152,9 +153,10 @@ class BatchChunks(Dataset[Any]):
 
 
 class SampleKey(NamedTuple):
-    """Key of one use of an image in training: its epoch, image index and repeat number.
+    """Key of one crop operation: the epoch, the index of the image, and the repeat.
 
-    All three are counted from 0.
+    The repeat distinguishes the uses of an image in the same epoch. All three numbers are counted
+    from 0.
     """
 
     epoch: int
@@ -163,10 +165,10 @@ class SampleKey(NamedTuple):
 
 
 class ChunkWithReplacements(NamedTuple):
-    """The crops of a chunk in which readable images have replaced unreadable ones.
+    """A chunk (part of a micro-batch) in which other images have replaced unreadable ones.
 
     Attributes:
-        crops: Return value of `BatchChunks.cut`.
+        crops: Crops of the chunk, as `BatchChunks.cut` returns them.
         left_out: Dataset indices of the unreadable images.
     """
 
@@ -178,7 +180,7 @@ class ChunkWithReplacements(NamedTuple):
 def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
     """Return the indices of all images in the random order in which an epoch uses them.
 
-    Images after the last complete batch are not used in the epoch.
+    An epoch has only complete batches, so it may leave out the last images of this order.
     """
     return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
 
@@ -186,9 +188,10 @@ def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray
 def make_sample_generator(
     seed: int, epoch: int, index: int, repeat: int = 0
 ) -> np.random.Generator:
-    """Return the random number generator for the crops of an image in one epoch and repeat.
+    """Return the random number generator for the crops of an image.
 
-    It does not depend on the batch, the process or the data worker that crops the image.
+    An image has other crops in each epoch, and in each of its repeats within an epoch. They do not
+    depend on the batch, the process or the data worker that crops the image.
     """
     key = (_SAMPLE, seed, epoch, index)
     # The first repeat has the same crops as in a run without repeats.
@@ -225,20 +228,22 @@ def _read_image(images: Samples, index: int, *, may_replace: bool) -> Sample:
     for offset in range(len(images)):
         with suppress(UnreadableImage):
             return images[(index + offset) % len(images)]
-    raise DataError(f"none of the {len(images)} images can be read. Fetch them again")
+    raise DataError(f"none of the {len(images)} images can be read. Download or copy them again")
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """A plan for the number of data workers of a process and for their use of shared memory.
+    """Number of data workers of a process, and their use of shared memory (/dev/shm).
 
     Attributes:
         num_requested: Number of data workers that `train.num_workers` requests.
         num_workers: Number of data workers for which there is enough shared memory. With 0, the
             training process reads images itself.
-        num_chunks: Number of chunks into which each micro-batch is divided.
-        shared_bytes: Maximum use of shared memory by all processes of this machine together.
-        free_bytes: Free shared memory. None if it does not limit the plan.
+        num_chunks: Number of chunks (parts) into which each micro-batch is divided. A data worker
+            crops one chunk at a time.
+        shared_bytes: Maximum use of shared memory in bytes, by all processes of this machine.
+        free_bytes: Free shared memory in bytes. None if the number of data workers and chunks does
+            not depend on it.
     """
 
     num_requested: int = 0
@@ -260,11 +265,12 @@ class WorkerPlan:
 
 
 def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> WorkerPlan:
-    """Choose the number of data workers and the chunk size so that they fit into shared memory.
+    """Choose the numbers of data workers and chunks so that crops fit into shared memory.
 
-    Each data worker keeps two chunks in shared memory in advance, and the training process reads
-    one more chunk. Chunks are as large as the limit allows. If even chunks of a single image exceed
-    the limit, fewer data workers than requested are used.
+    A data worker crops one chunk (a part of a micro-batch) at a time. Shared memory holds two
+    chunks of each data worker, and one that the training process reads. Chunks are as large as the
+    limit allows. If even chunks of a single image exceed the limit, fewer data workers than
+    requested are used.
 
     At most half of the free shared memory is used, because other programs may need the rest.
 
@@ -313,15 +319,15 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
 def load_chunks(
     batches: BatchChunks, workers: WorkerPlan, micro_batches: range, device: torch.device
 ) -> Generator[Any, None, None]:
-    """Load the chunks of a range of micro-batches with data workers, and yield them in order.
+    """Load the crops of some micro-batches with data workers, and yield them in order.
 
-    The chunks are items of `BatchChunks`. If a data worker dies, the last item is a `MachineError`.
-    Closing the generator ends all data workers.
+    Each yielded value is a chunk, an item of `BatchChunks`. If a data worker dies, the last value
+    is a `MachineError`. Closing the generator ends all data workers.
 
     Args:
-        batches: Dataset in which each micro-batch is one chunk (`num_chunks` = 1).
-        workers: Number of data workers, and number of chunks to divide each micro-batch into.
-        micro_batches: Numbers of the micro-batches.
+        batches: The dataset. Its `num_chunks` is replaced by that of `workers`.
+        workers: Number of data workers, and number of chunks (parts) of each micro-batch.
+        micro_batches: Numbers of the micro-batches, counted from the start of the run.
         device: Device of this process. For CUDA devices, tensors are copied to pinned memory.
     """
     num_chunks = workers.num_chunks

@@ -190,7 +190,9 @@ def copy_to_host(value: T, tensors: Iterable[Tensor] | None = None) -> T:
 
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Save the training state of a run as `state.pt`. The existing state becomes the previous one.
+    """Save the training state of a run as `state.pt`.
+
+    An existing `state.pt` is renamed to `state.previous.pt`, which it replaces.
 
     Args:
         folder: The run folder.
@@ -211,7 +213,9 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
             current.replace(folder / PREVIOUS)
         new.replace(current)
     except OSError as error:
-        raise MachineError(f"cannot rename {new}: {error.strerror or error}") from error
+        raise MachineError(
+            f"cannot rename {new}: {error.strerror or error}. Make sure that its folder is writable"
+        ) from error
 
 
 def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
@@ -231,8 +235,8 @@ def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path
     state is complete if it matches the checksums that torch has stored in it.
 
     Raises:
-        CheckpointError: Every state is truncated, changed, or of another version. The returned
-            state also raises this error if a missing key is read.
+        CheckpointError: No state is complete, or the newest complete state has another format.
+            Reading a key that the returned state lacks also raises this error.
     """
     problems, digests = [], {digest for digest, _ in read_digests(folder / _DIGESTS)}
     for path in (folder / name for name in _CANDIDATES):
@@ -248,7 +252,7 @@ def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path
             problems.append(f"{path.name} is truncated or changed")
     raise CheckpointError(
         f"{folder} has no complete training state ({'; '.join(problems) or 'no file exists'}). "
-        "Start again without --resume",
+        "The run cannot be resumed, so start a new one",
         hint=_START_AGAIN,
     )
 
@@ -259,7 +263,7 @@ def has_state(folder: Path) -> bool:
 
 
 def remove_previous_state(folder: Path) -> None:
-    """Delete the previous training state and its SHA-256, which a finished run no longer needs."""
+    """Delete `state.previous.pt` and its SHA-256, which a finished run no longer needs."""
     (folder / PREVIOUS).unlink(missing_ok=True)
     kept = [f"{digest}  {name}\n" for digest, name in read_digests(folder / _DIGESTS)[:1]]
     write_text_atomically(folder / _DIGESTS, "".join(kept))
@@ -281,7 +285,7 @@ def _read(path: Path, device: torch.device) -> dict[str, Any]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise unusable_state_error(path, f"cannot be loaded ({reason})") from error
     if not isinstance(state, dict) or {key: state.get(key) for key in _FORMAT} != _FORMAT:
-        raise unusable_state_error(path, "is not a training state of this version")
+        raise unusable_state_error(path, "is not a training state that this version can read")
     return _State(state, path)
 
 
@@ -302,8 +306,7 @@ def unusable_state_error(path: Path, problem: str) -> CheckpointError:
     The message is the path, followed by `problem`, such as "lacks 'step'".
     """
     return CheckpointError(
-        f"{path} {problem}. Use the version of ssl-bench that wrote it, or start again without "
-        "--resume",
+        f"{path} {problem}. Use the version of ssl-bench that wrote it, or start a new run",
         hint=_START_AGAIN,
     )
 

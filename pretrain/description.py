@@ -37,9 +37,10 @@ LENGTH_KEYS = ("train.epochs", "train.max_steps")
 
 
 def describe(component: Any) -> Any:
-    """Convert a component of a run, such as its optimizer, to plain values.
+    """Convert a component of a run, such as its optimizer, to nested dictionaries and lists.
 
-    A dataclass becomes a mapping whose key `_target_` contains the name of the class.
+    A dataclass becomes a dictionary whose key `_target_` contains the module and the name of the
+    class, such as "pretrain.optimizers.recipes.AdamW". Strings and numbers stay unchanged.
     """
     if is_dataclass(component):
         values = {f.name: describe(getattr(component, f.name)) for f in fields(component)}
@@ -54,9 +55,9 @@ def describe(component: Any) -> Any:
 def update_description(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
     """Update the description of a run component that an older version of ssl-bench wrote.
 
-    A field that is missing gets the default of the dataclass, because the run behaved like this
-    before the field existed. The module of a class and renamed fields of an encoder are updated,
-    too. If a component now has another class, its description does not change.
+    A missing field gets its default, because older versions behaved like the default. If a class
+    has moved to another module, or a field of an encoder has another name, this is updated, too.
+    The description of a component that now has another class stays unchanged.
 
     Args:
         older: Description of the component, as `describe` returned it in an older version.

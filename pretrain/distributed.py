@@ -137,7 +137,7 @@ class TrainingRanks:
     def gather(self, value: T) -> list[T]:
         """Collect one value from each process. Return the values, ordered by rank.
 
-        The values should be small.
+        The values are pickled and sent to every process, so they should be small.
         """
         if self.world_size == 1:
             return [value]

@@ -124,9 +124,9 @@ def _require_same_architecture(
     module, config = source.module, encoder.config
     if not isinstance(module, type(encoder)):
         raise ConfigurationError(
-            f"init_from={address}: the run trains a {type(encoder).__name__} of this suite, but "
-            f"the checkpoint loads as a {type(module).__name__}. Set init_from to the path of its "
-            "weights file, or train another model"
+            f"init_from={address} is loaded as a {type(module).__name__}, but the run trains a "
+            f"{type(encoder).__name__} of this suite. Set init_from to the path of the weights "
+            "file of this checkpoint, or train another model"
         )
     may_differ = {"image_size", *config.training_fields}
     if isinstance(config, ViTConfig) and config.position_embedding == "sinusoidal":
@@ -143,7 +143,7 @@ def _require_same_architecture(
         actual = " ".join(f"model.{name}={_format_value(theirs)}" for name, _, theirs in wrong)
         raise ConfigurationError(
             f"init_from={address} has another architecture: expected {expected}, got {actual}. "
-            "Set the values of the checkpoint, or start from another checkpoint"
+            "Train a model with the checkpoint's values, or start from another checkpoint"
         )
     return module
 

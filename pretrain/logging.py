@@ -136,7 +136,10 @@ class StepReporter:
             self._require_learning(row)
 
     def _require_learning(self, row: Mapping[str, Any]) -> None:
-        """Raise a ConfigurationError after too many consecutive steps without progress."""
+        """Raise a ConfigurationError after too many consecutive bad steps.
+
+        A step is bad if its loss or gradient is not finite, or if `diagnose` returns an error.
+        """
         options = self._options
         if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):
             self._num_non_finite += 1
@@ -219,7 +222,7 @@ class LogFile:
 
 
 class ProgressBar:
-    """A progress bar in a terminal, or a line at intervals if there is no terminal.
+    """A progress bar in a terminal, or a line of text from time to time if there is no terminal.
 
     Args:
         total: Number of steps of the run.

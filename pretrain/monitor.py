@@ -77,7 +77,8 @@ class Monitor:
             which log `val_top1` in percent. With at least six classes, `val_top5` is the percentage
             of images whose class is among the five most likely classes. `val_loss` is the
             cross-entropy without label smoothing. The head is also evaluated after the last step.
-        results: Folder in which the last `val_top1` and `val_top5` are stored as result records.
+        results: Folder in which the last `val_top1` and `val_top5` are stored as result records,
+            the JSON files from which tables are made.
         neighbours: Number of training images that vote for the class of a validation image.
         temperature: A neighbour votes with the weight exp(cosine similarity / temperature).
         train_images: Largest number of training images that vote. The same random subset is used in
@@ -106,8 +107,8 @@ class Monitor:
         check_fields(self, "monitor")
         if self.results is not None and self.accuracy_epochs is None:
             raise ConfigurationError(
-                "monitor.results stores the accuracy of the head, which needs "
-                "monitor.accuracy_epochs",
+                "monitor.results needs monitor.accuracy_epochs, because it stores the accuracy of "
+                "the classification head",
                 hint=("monitor.accuracy_epochs={number}",),
             )
 
@@ -121,7 +122,8 @@ class Monitor:
         Args:
             learner: Learner of the run.
             timeline: Planned length of the run.
-            data: Data options of the run. Images are read with its `fingerprint` and `bits`.
+            data: Data options of the run. Two of them also apply to the labelled images:
+                `fingerprint` (how files are identified) and `bits` (of 16-bit images).
             images: Images that the run trains on.
 
         Raises:
@@ -136,7 +138,8 @@ class Monitor:
         root = self.root or data.root
         if root is None:
             raise ConfigurationError(
-                "the monitor expects a folder with train/CLASS/PICTURE",
+                "the monitor evaluates the encoder on labelled images, and expects a folder with "
+                "train/CLASS/PICTURE",
                 hint=("monitor.root={folder}",),
             )
         layout = WebDataset if is_webdataset(root) else ClassFolders
@@ -167,7 +170,8 @@ class Monitor:
         if self.accuracy_epochs is not None:
             if not isinstance(learner, SupervisedLearner):
                 raise ConfigurationError(
-                    "monitor.accuracy_epochs needs a classification head",
+                    "monitor.accuracy_epochs evaluates a classification head, but this objective "
+                    "trains none",
                     hint=("objective=supervised", "or", "monitor.knn_epochs={number}"),
                 )
             if images.class_names != val.class_names:
@@ -202,8 +206,8 @@ class Evaluator(PeriodicEvaluation):
         timeline: Planned length of the run.
         normalization: Mean and standard deviation with which the run normalises its images.
         train: Training images of the k-NN classifier.
-        val: Validation images.
-        all_val: All images of the validation split, of which `val` is a subset.
+        val: Validation images that are scored.
+        all_val: All images of the validation split. `val` is a random subset of them.
         root: Folder of the images.
         num_shared_files: Number of validation images that are also training images.
     """
@@ -251,8 +255,9 @@ class Evaluator(PeriodicEvaluation):
     ) -> list[Path]:
         """Evaluate the head of a supervised run, and store its accuracy as result records.
 
-        The records use the name of the image folder as the name of the dataset. Tables show them
-        next to other results only if those use the same dataset name.
+        A result record is a JSON file with one score, as probes write it. The name of the image
+        folder is stored as the name of the dataset. Tables show the accuracy next to the scores of
+        a probe only if both have the same dataset name.
 
         Args:
             results: Folder of a `ResultStore`. Several runs may share it.

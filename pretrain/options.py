@@ -52,7 +52,7 @@ class DataOptions:
     Attributes:
         root: Folder of images, or tar files of WebDataset such as `shards/{000..099}.tar`. Images
             in subfolders are included. Tar files are given as one file, as a folder of them, or as
-            a pattern. The default is the generated toy scenes.
+            a pattern. By default, toy scenes (images of textured objects) are generated.
         image_size: Side length in pixels of the crops that the encoder receives (with DINO, of the
             global crops). The encoder is built for this size. The default is the image size of the
             model.
@@ -62,9 +62,10 @@ class DataOptions:
         labels: Whether images have classes. A folder then contains `train/CLASS/IMAGE` or
             `CLASS/IMAGE`, and tar files contain class numbers in `KEY.cls`. The default depends on
             the objective.
-        fingerprint: How a resumed run recognises its images. "content" reads every file once.
-            "stat" trusts sizes and modification times.
-        bits: Number of significant bits of 16-bit images, for files that do not state it.
+        fingerprint: How a resumed run checks that its images are unchanged. "content" reads every
+            file once. "stat" compares only sizes and modification times.
+        bits: Number of significant bits of 16-bit images, such as 12, for files that do not state
+            this number.
         allow_overlap: Allow the monitor, which evaluates the encoder during training, to score
             images that its k-NN classifier or the supervised run is fitted to.
         limit: Maximum number of images, chosen at even intervals from the whole set.
@@ -110,7 +111,7 @@ class DataOptions:
         if self.labels and self.root is None:
             raise ConfigurationError(
                 "data.labels=true (the default of objective=supervised) expects images with "
-                "classes, and the toy scenes have none",
+                "classes, but without data.root the run uses generated toy scenes, which have none",
                 hint=("data.root={folder}",),
             )
         if self.root is not None and is_webdataset(self.root):
@@ -159,11 +160,11 @@ class TrainOptions:
         batch_size: Number of images in an optimizer step, over all processes and micro-batches. The
             default is 64, or, for small sets, the largest power of two that gives at least four
             steps per epoch.
-        accumulation: Number of micro-batches into which each process divides its share of a batch,
-            so that it fits into memory.
-        repeats: Number of times that an image occurs in an epoch, each time with another crop. The
-            repeats are consecutive in the batch. The number of steps in an epoch does not change,
-            so an epoch contains fewer different images. DeiT uses 3.
+        accumulation: Number of micro-batches into which each process divides its images of a batch
+            to save memory. Their gradients are averaged.
+        repeats: Number of times that an image occurs in an epoch, each time with another crop
+            (repeated augmentation). An epoch keeps its number of steps, so it contains fewer
+            different images. The crops of an image are consecutive in the batch. DeiT uses 3.
         num_workers: Number of data workers that read and crop images for each training process.
             With 0, the training process reads them itself. On a GPU, the default divides the usable
             CPU cores among the processes of the machine, with at most 16 workers for each. On a
@@ -248,7 +249,7 @@ class TrainOptions:
         if self.schedule == "triangular" and self.warmup_epochs is not None:
             raise ConfigurationError(
                 "train.schedule=triangular has no separate warm-up, because its learning rate "
-                "already rises during the first two fifths of the run; got "
+                "already rises during the first two fifths of the run. It expects no warm-up, got "
                 f"train.warmup_epochs={self.warmup_epochs:g}",
                 hint=("train.warmup_epochs=null",),
             )

@@ -90,7 +90,7 @@ class Pretraining:
         return self.data.open()
 
     def resolve_batch_size(self, num_images: int) -> "Pretraining":
-        """Return a copy of this plan in which a batch size of None is replaced by the default.
+        """Return a copy of this object in which a batch size of None is replaced by the default.
 
         Args:
             num_images: Number of training images.
@@ -158,7 +158,8 @@ class Pretraining:
                 length.
             overwrite: Delete the run in `out`.
             device: Device to train on. The default is a GPU if there is one.
-            config: Content of `config.yaml`. The default is this object as plain values.
+            config: Content of `config.yaml`. By default, it is this object, converted to
+                dictionaries and lists by `describe`.
 
         Returns:
             Path of the encoder's weights.

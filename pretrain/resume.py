@@ -76,13 +76,14 @@ class Progress:
 def describe_run(
     plan: Pretraining, images: ImageSet, fingerprint: str, timeline: Timeline
 ) -> dict[str, Any]:
-    """Return the settings and image digests that must be unchanged when a run is resumed.
+    """Return the settings and the hashes of images that must be unchanged when a run is resumed.
 
     Args:
         plan: The run. Its batch size must be set.
         images: The training images. The description contains a SHA-256 of their ids and class
             names.
-        fingerprint: Fingerprint of the content of the images.
+        fingerprint: SHA-256 of the contents of the images, or of their sizes and times if
+            `data.fingerprint` is "stat".
         timeline: Length of the run.
     """
     names = "\n".join((*images.ids, *images.class_names))
@@ -191,13 +192,18 @@ def load_trainer_state(trainer: Trainer, state: Mapping[str, Any], path: Path) -
     except (KeyError, RuntimeError, ValueError) as error:
         reraise_out_of_memory(error)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
-        raise unusable_state_error(path, f"does not match its configuration ({reason})") from error
+        raise unusable_state_error(
+            path, f"has weights or optimizer values that do not fit this run ({reason})"
+        ) from error
 
 
 def _digest_used_images(
     images: ImageSet, batches: BatchChunks, step: int, never_used: Iterable[int]
 ) -> str:
-    """Return a SHA-256 of the files of all images that the first `step` steps have used."""
+    """Return a SHA-256 of the files of all images that the first `step` steps have used.
+
+    `never_used` contains the indices of unreadable images, which other images have replaced.
+    """
     is_used = batches.mark_used_images(step)
     is_used[[*never_used]] = False
     return hashlib.sha256(file_hashes(images)[is_used].tobytes()).hexdigest()

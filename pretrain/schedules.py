@@ -31,7 +31,7 @@ class Timeline:
         if self.total_steps < 1 or self.steps_per_epoch < 1:
             raise ConfigurationError(
                 f"a run needs at least one step, got {self.total_steps} steps with "
-                f"{self.steps_per_epoch} steps per epoch. See train.epochs and train.max_steps"
+                f"{self.steps_per_epoch} steps per epoch. Increase train.epochs or train.max_steps"
             )
 
     def get_epoch(self, step: int) -> int:
@@ -173,15 +173,15 @@ INITIAL_PHASES = (LR_WARMUP, LAST_LAYER_FREEZE, TEMPERATURE_RISE)
 
 
 def count_phase_steps(description: Mapping[str, Any], timeline: Timeline) -> dict[str, int]:
-    """Return the length in steps of each initial phase of a run.
+    """Return the length of each initial phase of a run, such as the warm-up, in optimizer steps.
 
     Args:
         description: Settings of the run, as `pretrain.description.describe` returns them.
         timeline: Planned length of the run.
 
     Returns:
-        Lengths in optimizer steps. A key is the last part of the config key, such as
-        "warmup_epochs".
+        A dictionary from the last part of the phase's config key, such as "warmup_epochs", to the
+        length.
 
     Raises:
         ConfigurationError: A phase is longer than the run.

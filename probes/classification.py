@@ -445,7 +445,9 @@ class LinearClassification(Probe):
 
 @dataclass(frozen=True)
 class TrainingDraw:
-    """One random sample (draw) of training images, as positions in `TrainingDraws.indices`.
+    """One random sample (draw) of training images.
+
+    All tensors contain positions in `TrainingDraws.indices`, which lists the images of all draws.
 
     Attributes:
         fit: Images that the heads are trained on.
@@ -499,7 +501,7 @@ class TrainingDraws:
                 yield from average_over_draws([list(train_and_score(d)) for d in draws], shots)
 
     def details(self, draw: TrainingDraw, seconds: float) -> dict[str, Any]:
-        """Return details about the training on one random sample of images, for its scores.
+        """Return details of the training on one draw, which are stored with its scores.
 
         These are the numbers of training and held-out images, a SHA-256 of the training images'
         ids, and the training time in seconds.
@@ -590,8 +592,8 @@ def score_selected_heads(
         facet: Facet (kind of feature) that the heads receive.
         hyperparameter: Name of the setting that differs between the heads, such as "learning_rate".
         values: Value of the hyperparameter for each head.
-        num_classes: Number of classes. It is also the rank that diverged heads give to the true
-            class.
+        num_classes: Number of classes. A rank with this value means that the logits are not finite,
+            because the head has diverged.
         ranks: Rank that each head gives to the true class of each scored image, counted from 0.
         labels: True class of each scored image.
         held_out_ranks: Rank that each head gives to the true class of each held-out image. None if

@@ -430,8 +430,10 @@ class ViewPair:
         views: The two views in RGB.
         source: Points in the first view, relative to its side.
         truth: True place of each point of `source` in the second view, relative to its side.
-        units: Width and height in pixels of the second image, before it is resized to a square.
-        reference: Length in pixels by which errors are divided before they are compared with alpha.
+        units: Width and height of the second image in pixels, before it is resized to a square.
+            Errors are measured in these pixels.
+        reference: Length in pixels, such as the longer side of the object's box. Errors are divided
+            by it before they are compared with alpha.
         category: Category of the object that both images show, or an empty string.
     """
 
@@ -449,8 +451,8 @@ class ViewPair:
     ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
         """Return whether each predicted place is correct at each alpha. Each alpha has its own row.
 
-        `places` are relative to the side of the second view. A place is correct if its relative
-        error is at most alpha.
+        `places` are relative to the side of the second view. A place is correct if its distance to
+        the true place, divided by `reference`, is at most alpha.
         """
         errors = np.linalg.norm((places - self.truth) * self.units, axis=1) / self.reference
         return errors <= np.array(alphas, np.float64)[:, None]
@@ -557,7 +559,10 @@ def warp_image(
 
 
 def transform_points(points: Points, matrix: Matrix) -> Points:
-    """Apply a homography to points. Points that are mapped behind the horizon become NaN."""
+    """Apply a homography to points.
+
+    Points whose third homogeneous coordinate becomes 0 or negative are NaN.
+    """
     homogeneous = np.column_stack([points, np.ones(len(points))]) @ matrix.T
     scale = np.where(homogeneous[:, 2:] > 0, homogeneous[:, 2:], np.nan)
     return homogeneous[:, :2] / scale

@@ -63,9 +63,9 @@ class ObjectDiscovery(TokenCut):
 
     @property
     def role(self) -> str:
-        """Return the role "boxes": the dataset must have annotated boxes.
+        """Return "boxes", because a dataset needs annotated boxes for this probe.
 
-        The TokenCut probe already draws the objects of images without boxes.
+        For images without boxes, the TokenCut probe already draws the objects.
         """
         return "boxes"
 
@@ -106,8 +106,8 @@ def score_block(
     its further boxes have ranks 1, 2, and so on.
 
     In `ap`, `ap50` and `ar100`, boxes of different images that have the same rank count as equally
-    confident. `ap_coco` sorts such boxes by image instead. It therefore has no interval and no
-    score of a single image.
+    confident. `ap_coco` sorts such boxes by image, as pycocotools does. It depends on the order of
+    the images, so it has no interval and no values for single images.
     """
     annotated = select_annotated(results)
     cells = [result.cells[cell_name(layer, facet)] for result in annotated]
@@ -138,9 +138,10 @@ def score_block(
 
 
 def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
-    """Return a baseline for each metric: the image-independent box with the highest score.
+    """Return the image-independent baseline of each metric, such as a box in the centre.
 
-    These baselines do not depend on the block.
+    Among the boxes in `CONSTANT_BOXES`, the one with the highest score is the baseline. It does not
+    depend on the block.
     """
     annotated = select_annotated(results)
     true = [to_boxes(result.true_boxes) for result in annotated]
@@ -175,7 +176,7 @@ def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: i
 
 
 def merge_ranks(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
-    """Sum the detection counts over all confidence ranks.
+    """Sum the counts of found boxes over all confidence ranks. Row 0 (true boxes) stays unchanged.
 
     All found boxes then count as equally confident.
     """

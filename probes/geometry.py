@@ -257,7 +257,10 @@ class Geometry(Probe):
     def _encode_images(
         self, context: ProbeContext, images: ImageSet, subsets: Mapping[str, Sequence[int]]
     ) -> "ImageStatistics":
-        """Encode the central square of every image, and collect statistics of the features."""
+        """Encode the central square of every image, and collect statistics of the features.
+
+        `subsets` contains the image indices that `draw_subsets` returns.
+        """
         encoder = context.encoder
         available = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
         extractor = self._extractor(context, [facet for facet in available if available[facet]])
@@ -283,9 +286,12 @@ class Geometry(Probe):
         statistics: "ImageStatistics",
         views: Float[Tensor, "images views dim"],
     ) -> Iterator[Score]:
-        """Yield the scores of the vectors that describe whole images.
+        """Yield the scores of the image vectors of one layer and facet (kind of feature).
 
-        They are computed for the features of one layer and one facet (kind of feature).
+        Args:
+            cell: The layer and the facet.
+            statistics: Statistics of the vectors of central squares.
+            views: Vectors of the random crops of some images, for LiDAR and alignment.
         """
         moments = statistics.moments[cell]
         count, dim = moments.count, len(moments.mean)
@@ -344,9 +350,10 @@ class Geometry(Probe):
 
 
 def _rank_limit(images: int, dim: int) -> dict[str, Any]:
-    """Return the largest possible rank of a set of image vectors, as details of a score.
+    """Return the largest possible rank of image vectors (the detail "rank_limit" of a score).
 
-    The details also state whether more images would increase this limit.
+    It is the number of images or the dimension of the vectors, whichever is smaller. The detail
+    "limited_by_images" is true if it is the number of images.
     """
     return {"rank_limit": min(images, dim), "limited_by_images": images < dim}
 
@@ -408,7 +415,8 @@ class ImageStatistics:
     Attributes:
         moments: Mean and covariance of the image vectors, by layer and facet (kind of feature).
         paired: Image vectors for the metric uniformity, by layer and facet, in CPU memory.
-        per_image: Value of each image, by layer and patch token metric, in CPU memory.
+        per_image: Values of all images, by layer and metric of patch tokens, such as
+            "outlier_share". The values are in CPU memory.
         regressions: Position regression of each layer.
     """
 
@@ -480,7 +488,7 @@ def alignment(views: Float64[Tensor, "images views dim"]) -> Float64[np.ndarray,
 
 
 def uniformity(vectors: Float64[Tensor, "images dim"]) -> Jackknife:
-    """Return the uniformity of image vectors, with the values for a jackknife interval.
+    """Return the uniformity of image vectors, as a jackknife estimate with a 95 % interval.
 
     The vectors are L2-normalised first. Uniformity is the logarithm of the mean of exp(-2
     distance^2) over all pairs of vectors. It is in [-8, 0]. It is 0 if all vectors have the same

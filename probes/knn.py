@@ -170,7 +170,10 @@ class KNN(Probe):
         return [k for k in self.neighbours if k <= num_images] or [num_images]
 
     def _shot_neighbours(self, shots: int) -> tuple[int, ...]:
-        """Return the numbers of neighbours to use if `shots` training images of each class vote."""
+        """Return the values of k for this number of shots (training images of each class).
+
+        These are `shots` and all values of `neighbours` below it.
+        """
         return (*sorted(k for k in set(self.neighbours) if k < shots), shots)
 
     def _draw_train_images(self, train: ImageSet, seed: int) -> tuple[int, ...]:
@@ -184,8 +187,8 @@ class KNN(Probe):
         if max(self.neighbours) > num_images:
             neighbours = ",".join(map(str, self._limit_neighbours(num_images)))
             raise ConfigurationError(
-                f"probe.neighbours must be at most {num_images}, the number of voting images of "
-                f"{train.name} {train.split}, got {max(self.neighbours)}",
+                f"probe.neighbours must be at most {num_images}, the number of training images "
+                f"that are used of {train.name} {train.split}, got {max(self.neighbours)}",
                 hint=("--task", "knn", f"probe.neighbours=[{neighbours}]"),
             )
         return split.indices

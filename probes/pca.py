@@ -297,7 +297,12 @@ class PCA(Probe):
         samples: Sequence[Sample],
         reference: list[Map] | None,
     ) -> None:
-        """Save a figure for each block and image, an overview figure, and the reference maps."""
+        """Save a figure for each block and image, an overview figure, and the reference maps.
+
+        `reference` contains one map for each image. The colours of all maps are aligned with it. If
+        it is None, they are aligned with the encoder's own last map that is not constant. The saved
+        reference maps allow other encoders to use the same colours.
+        """
         folder = context.artifacts / self.figure_folder
         # For each image, the last map that is not constant.
         own_maps = []
@@ -447,10 +452,10 @@ def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " 
 def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
     """Split patches into foreground and background, and return the masks of the foreground.
 
-    A threshold on the first principal component of all images separates the two most compact groups
-    (exact 2-means in one dimension). The foreground is the group that is less frequent on the image
-    borders than elsewhere, because objects are assumed to be near the centre. The masks are only a
-    heuristic for figures.
+    The patches of all images are split by a threshold on their first principal component. It
+    minimises the variance within the two groups (exact 2-means in one dimension). The foreground is
+    the group that is less frequent on the image borders than in whole images, because objects are
+    assumed to be near the centre. The masks are only a heuristic for figures.
 
     Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1. The authors of DINOv2 choose the
     threshold, and which side of it is the foreground, by hand.
@@ -503,7 +508,7 @@ class BlockMaps:
         return self.projections[image if len(self.projections) > 1 else 0]
 
     def title(self, layer: int, image: int) -> str:
-        """Return the title of a map: the block and the percentage of the variance it explains."""
+        """Return the title of a map, such as "block 5: 62 %" for 62 % of explained variance."""
         projection = self.projection(image)
         if projection.is_constant:
             return f"block {layer}: constant"
@@ -512,10 +517,10 @@ class BlockMaps:
 
 
 def orient_signs(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:
-    """Flip the sign of each component if necessary, so that its longer tail is positive.
+    """Flip the sign of each component if the sum of its cubed values is negative.
 
-    Only patches within the masks count. Unlike the signs of `principal_components`, these signs do
-    not change if the features are rotated.
+    The longer tail of the values is then positive. Only patches within the masks count. Unlike the
+    signs of `principal_components`, these signs do not change if the features are rotated.
     """
     values = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
     signs = torch.where(values.pow(3).sum(0) < 0, -1.0, 1.0).double()
@@ -604,7 +609,8 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
     except Exception as error:
         reraise_out_of_memory(error)
         raise DataError(
-            f"cannot read {path}. Probe the checkpoint in probe.align_to again",
+            f"cannot read the reference maps in {path}. Probe the checkpoint that probe.align_to "
+            "names again",
             hint=("--overwrite",),
         ) from error
     if missing := [image for image in images if image not in maps]:
@@ -648,7 +654,7 @@ def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
         if len(folders) == 1:
             return folders[0]
     raise ConfigurationError(
-        f"probe.align_to must be a folder with {REFERENCE_FILE}, or match exactly one checkpoint "
-        f"in {artifacts.parent} with maps {figure_folder!r} of the same images, got {align_to!r} "
-        f"(available: {', '.join(dict.fromkeys(known)) or 'none'})"
+        f"probe.align_to must be a folder with {REFERENCE_FILE}, or the name of one checkpoint in "
+        f"{artifacts.parent} that has maps of the same images in a folder {figure_folder!r}, got "
+        f"{align_to!r} (available: {', '.join(dict.fromkeys(known)) or 'none'})"
     )

@@ -127,7 +127,10 @@ class Retrieval(Probe):
 
     @property
     def has_matched_metric(self) -> bool:
-        """Return whether `miou_matched` is scored, a metric that first matches the classes."""
+        """Return whether the metric `miou_matched` is scored, as only the protocol "hbird" does.
+
+        It is the mean IoU after matching the predicted classes to the true classes.
+        """
         return self.protocol == "hbird"
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -197,7 +200,10 @@ class Retrieval(Probe):
         labelled = find_labelled_patches(training_pass)
         if not len(labelled):
             images = training_pass.images
-            raise DataError(f"{images.name} {images.split} has no patch with a labelled pixel")
+            raise DataError(
+                f"the training masks of {images.name} {images.split} have no labelled pixel at the "
+                "encoder's input size"
+            )
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(labelled), generator=generator)[: self.memory_patches]
         if (count := len(order)) < self.neighbours:
@@ -216,6 +222,12 @@ class Retrieval(Probe):
         images: ImageSet,
     ) -> tuple[ImageCounts, Int64[np.ndarray, "layers classes classes"]]:
         """Predict the masks of all scored images with the memory of each layer, and count pixels.
+
+        Args:
+            memory: Unit vectors of the training patches in the memory, by layer.
+            shares: Fraction of the labelled pixels of each of these patches in each class.
+            training_pass: Pass over the training images, whose extractor is used.
+            images: The scored images.
 
         Returns:
             The pixel counts of each image, and the confusion matrix of each layer over all images.

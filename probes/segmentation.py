@@ -140,8 +140,8 @@ class Segmentation(Probe):
     """A probe that segments images with linear heads on the patch features of each block.
 
     The heads of all blocks and all learning rates are trained together, so the encoder processes
-    each image only once. Without held-out images, it processes the images that figures show a
-    second time.
+    each image only once. Without held-out images, the few images in figures are processed again
+    after the learning rate was selected.
 
     Attributes:
         protocol: Name of the preset that sets the default values.
@@ -441,12 +441,13 @@ class SegmentationRun:
     def count_scored(self, heads: TrainedHeads, chosen: Sequence[int] | None = None) -> ImageCounts:
         """Predict all scored images with all heads. Return pixel counts of each image and class.
 
-        Images whose counts a killed run has saved are skipped. The predictions of images that
-        figures show are kept.
+        Images whose counts a killed run has saved are skipped.
 
         Args:
             heads: Heads from `train`.
-            chosen: For each source, the index of the learning rate or C whose predictions are kept.
+            chosen: Index of the selected learning rate or C of each source (layer or group of
+                layers). Its predictions are kept for the images in figures. If None, no predictions
+                are kept.
 
         Raises:
             DataError: No scored image has a labelled pixel.
@@ -474,7 +475,9 @@ class SegmentationRun:
                 journal.append(counts.entry(num_written))
                 num_written = len(counts)
         if not counts.total[:, :, 2].any():
-            raise DataError(f"{images.name} {images.split} has no labelled pixel")
+            raise DataError(
+                f"the masks of {images.name} {images.split} have no labelled pixel to score"
+            )
         return counts
 
     def predict(
@@ -483,7 +486,8 @@ class SegmentationRun:
         """Return the predicted class of each pixel of each image, for all heads.
 
         Args:
-            heads: Heads from `train`: one for each source and each value of the learning rate or C.
+            heads: Heads from `train`: one for each source (layer or group of layers) and each
+                learning rate or C.
             images: Images from `prepare`.
         """
         predicted = []
@@ -562,11 +566,11 @@ class SegmentationRun:
         miou_held_out: Float64[np.ndarray, " values"] | None,
         shared_details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Yield the scores of the heads of one source, the one with the index `index`.
+        """Yield the scores of the heads of the source (layer or group of layers) number `index`.
 
-        A source is a layer or a group of layers. Its heads differ in their learning rate or C. The
-        metric "miou_oracle" scores the head with the highest mean IoU on the scored images. The
-        other metrics score the head with the index `chosen`.
+        The heads of a source differ in their learning rate or C. The metric "miou_oracle" scores
+        the head with the highest mean IoU on the scored images. The other metrics score the head
+        number `chosen`. `miou_held_out` is the mean IoU of each head on the held-out images.
         """
         training, source = self.probe.training, self.sources[index]
         values, hyperparameter = training.values, training.hyperparameter
@@ -673,14 +677,14 @@ class SegmentationRun:
 
 
 def _best_indices(counts: Int64[np.ndarray, "sources values 3 classes"]) -> list[int]:
-    """For each source, return the index of the learning rate or C with the highest mean IoU."""
+    """Return the index of the learning rate or C with the highest mean IoU for each source."""
     return [_best_index(mean_iou(by_value)) for by_value in counts]
 
 
 def _select_maps(
     predicted: UInt8[Tensor, "sources values height width"], chosen: Sequence[int]
 ) -> UInt8[Tensor, "sources height width"]:
-    """For each source, select the class maps that the chosen learning rate or C gives."""
+    """Return the class map of each source for its chosen learning rate or C."""
     return torch.stack([by_value[value] for by_value, value in zip(predicted, chosen, strict=True)])
 
 

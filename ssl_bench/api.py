@@ -115,7 +115,7 @@ class Results:
             DataError: There are no records.
         """
         if not self.records:
-            raise DataError("expected records to plot, got none")
+            raise DataError("these results contain no records, expected at least one to plot")
         return curves_figure(self._tables(metric=metric))
 
     def __len__(self) -> int:
@@ -228,7 +228,7 @@ def probe(
 def read_results(folder: str | Path = "results") -> Results:
     """Read all records in a folder of results and in its subfolders.
 
-    A message reports unreadable and outdated records, which are left out.
+    Unreadable records, and records of older versions of a probe, are left out with a message.
 
     Raises:
         DataError: There are no records.
@@ -361,7 +361,8 @@ def _prepare_encoder(
         )
     elif not isinstance(encoder, Encoder):
         raise ConfigurationError(
-            f"expected an address, an Encoder or a torch.nn.Module, got {type(encoder).__name__}"
+            "expected an encoder: an address such as 'timm:NAME', an Encoder or a torch.nn.Module, "
+            f"got {type(encoder).__name__}"
         )
     module = encoder.module
     if device is None and isinstance(module, OwnModule):

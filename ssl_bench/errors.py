@@ -32,9 +32,9 @@ class SslBenchError(Exception):
     Args:
         message: What is wrong and what was expected, in one line.
         hint: Words to type instead: flags, KEY=VALUE settings, or a whole command that begins with
-            "ssl-bench". "{name}" is a placeholder for a value that only the user knows. The word
-            "or" separates alternatives. Pass file names and other text that may contain braces
-            through `escape_braces`.
+            "ssl-bench". The word "or" separates alternatives, as in ("--device", "cpu", "or",
+            "--device", "cuda"). "{name}" is a placeholder for a value that only the user knows.
+            Pass file names and other text that may contain braces through `escape_braces`.
 
     Attributes:
         exit_code: Exit code of the command.
@@ -115,17 +115,24 @@ class BrokenFile(MachineError):
 
 
 class Preempted(SslBenchError):
-    """Raised if the scheduler stops a run. The same command then resumes the saved run."""
+    """Raised if a scheduler such as SLURM stops a pretraining run by a signal.
+
+    Run the command again with `--resume` to continue the saved run.
+    """
 
     exit_code = 75
 
 
 def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
-    """Return an error that states the Python file and the line where an exception was raised.
+    """Return an error that names the Python file and line in which an exception was raised.
 
-    The file and line are those of the innermost traceback frame that belongs to one of `packages`.
-    If no frame does, they are those of the innermost frame. For a SyntaxError, they are those of
-    the invalid code.
+    The last line of a traceback is often in a library. The error therefore names the last line that
+    is in one of `packages`, or else the last line. For a SyntaxError, it names the invalid line.
+
+    Args:
+        error: The exception with its traceback.
+        packages: Names of packages, such as "probes". A file belongs to a package if a folder in
+            its path has this name.
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
@@ -153,9 +160,9 @@ def with_hint(
 ) -> str:
     """Append a hint (what the user should type instead) to an error message.
 
-    Alternatives that the message already contains are left out. The hint is shown as keyword
-    arguments if `keyword_names` is given or `hints_for_python` is active, and as command-line flags
-    otherwise.
+    The hint is shown as flags, such as `--dtype float32`. If `keyword_names` is given or the call
+    is inside `hints_for_python`, it is shown as Python arguments, such as `dtype="float32"`.
+    Alternatives that the message already contains are not repeated.
     """
     names = _keyword_names.get() if keyword_names is None else keyword_names
     ways = dict.fromkeys(
@@ -175,8 +182,8 @@ def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
     """In this context, show the hints of errors as Python keyword arguments.
 
     Elsewhere, hints are shown as flags and KEY=VALUE settings. `keyword_names` maps some flags and
-    keys to argument names, such as {"--checkpoint": "encoder"}. For all others, `format_keywords`
-    chooses the names.
+    keys to argument names, such as {"--checkpoint": "encoder"}. Other names are derived from the
+    flag or key: `--batch-size` becomes `batch_size`.
     """
     token = _keyword_names.set(keyword_names)
     try:
@@ -190,21 +197,21 @@ def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
 
 
 def join_alternatives(*ways: Sequence[str]) -> tuple[str, ...]:
-    """Join alternative suggestions into one hint, separated by the word "or".
+    """Join hints such as ("--device", "cpu") into one hint, separated by the word "or".
 
-    Empty suggestions are left out.
+    Empty hints are left out.
     """
     return tuple(word for way in filter(None, ways) for word in ("or", *way))[1:]
 
 
 def split_alternatives(hint: Sequence[str]) -> list[tuple[str, ...]]:
-    """Split a hint into the alternative suggestions that are separated by the word "or"."""
+    """Split a hint at the word "or" into its alternatives, such as ("--device", "cpu")."""
     groups = groupby(hint, key=lambda word: word == "or")
     return [tuple(words) for is_separator, words in groups if not is_separator]
 
 
 def escape_braces(text: str) -> str:
-    """Double the braces in a text, so that a hint shows {name} unchanged."""
+    """Double the braces in a text, so that {name} in it is not treated as a placeholder."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
@@ -220,7 +227,7 @@ def fill_placeholders(word: str, fill: Callable[[str], str]) -> str:
 def format_command(words: Sequence[str]) -> str:
     """Join the words of an error's hint into a shell command.
 
-    Placeholders such as {folder} become words in capital letters.
+    Placeholders become words in capital letters. For example, {folder} becomes FOLDER.
     """
     return " ".join(_quote(fill_placeholders(word, str.upper)) for word in words)
 
@@ -241,7 +248,8 @@ def format_keywords(words: Sequence[str], names: Mapping[str, str]) -> str:
 
     Args:
         words: Words of the hint.
-        names: Names of keyword arguments for some flags and keys.
+        names: Argument names for some flags and keys, such as {"--checkpoint": "encoder"}. Other
+            names are derived from the flag or key.
     """
     if words[0] == "ssl-bench":
         return format_command(words)

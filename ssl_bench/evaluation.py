@@ -64,12 +64,12 @@ Progress = Callable[..., Iterable[Any]]
 class FeatureCache(UserDict[Any, Any]):
     """Cache of features of the current encoder and images, shared by consecutive probes.
 
-    Call `select` before each probe to free memory. The key of an entry must contain everything that
-    affects its features.
+    Call `select` before each probe to free memory. The key of an entry must contain every setting
+    that affects its features, such as the precision.
 
     Attributes:
-        started_files: Files that earlier probes of the same run have created. Later probes append
-            to these files, even with `overwrite`.
+        started_files: Files that earlier probes of the same command have created. Later probes add
+            their results to these files, even if `overwrite` is set.
     """
 
     def __init__(self) -> None:
@@ -90,9 +90,9 @@ class FeatureCache(UserDict[Any, Any]):
 
         Args:
             encoder: Encoder of the next probe.
-            role: `Probe.role` of the next probe.
-            images: Fingerprint of the scored images without corruption.
-            corruption: Corruption of the scored images, or None.
+            role: `Probe.role` of the next probe, such as "segmentation".
+            images: Digest (fingerprint) of the scored images before corruption.
+            corruption: Corruption of the scored images, such as "snow:3", or None.
         """
         selected = (encoder_id(encoder.identity()), role, images)
         if selected != self._selected:
@@ -118,7 +118,7 @@ class ProbeContext:
 
     Attributes:
         encoder: The frozen encoder.
-        dataset: The dataset. It must support the role that the probe requires.
+        dataset: The dataset. It must support `Probe.role`, such as "segmentation".
         layers: Block indices to score, 0-based.
         device: Device of the computation.
         dtype: Precision of the encoder's forward pass.
@@ -130,10 +130,11 @@ class ProbeContext:
         known: Records of the requested results that are already stored. `Probe.run` need not yield
             their scores again.
         features: Cache of features that earlier probes computed with this encoder.
-        shared: Features that `extractor` takes from earlier probes of the command. None if no
-            other probe of the command shares them.
-        later: Probes that run next on the same blocks and can use encoder outputs of this run, each
-            with the folder for its figures. `Probe.serves` selects them.
+        shared: Features of images that several probes of the command encode in the same way.
+            `extractor` reads and extends them. None if no other probe shares them.
+        later: Probes that run next on the same blocks, each with the folder for its figures.
+            `Probe.serves` selects them. `Probe.run` may also compute the encoder outputs that they
+            need.
     """
 
     encoder: Encoder
@@ -187,12 +188,13 @@ class Score:
         num_images: Number of scored images.
         details: Further values for the record. If `value` is NaN, the entry "undefined" states the
             reason, and tables print it.
-        per_image: Contribution of each image to a percentage. All blocks, facets and encoders must
-            use the same order of images. Contributions are not stored if `unit` is not "%".
+        per_image: Values of each image from which the percentage can be recomputed, such as whether
+            its box is correct. All blocks, facets and encoders must use the same order of images.
+            The values are not stored if `unit` is not "%".
         unit: "%", or an empty string if the value is not a percentage.
-        per_image_kind: How `value` is computed from `per_image`. You may omit it in two cases:
-            `per_image` has one hit (a boolean, 0 or 1) for each image, or it has one finite float
-            for each image and `value` is their mean.
+        per_image_kind: How `value` is computed from `per_image`, such as "hits" or "mean_iou". You
+            may omit it if `per_image` has one number for each image. Booleans and integers then
+            mean hits (1) and misses (0). Floats mean percentages whose mean is `value`.
     """
 
     layer: int
@@ -222,18 +224,19 @@ class Probe:
 
     Attributes:
         task: Name of the probe on the command line.
-        role: What the dataset must support, a key of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
+        role: What the dataset must support, such as "segmentation". It is a key of
+            `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
         protocol: Name of the preset, which sets the defaults of other fields.
         facet: Facets (kinds of features) to score: one name such as "token", or several. None if
             the probe has no facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
         image_size: Side in pixels of the square images that the encoder receives. None for the
             encoder's native size. A probe whose images are not such squares overrides `resize`.
-        keeps_images: Whether each score includes the contribution of every image.
-        shares_features: Whether the probe encodes images as other probes of its role do, so that
-            probes of one command encode each image only once.
-        metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores
-            include no contributions of single images.
+        keeps_images: Whether each score states the values of single images in `Score.per_image`.
+        shares_features: Whether the probe and other probes of its role resize and encode images in
+            the same way. If so, one command encodes each image only once.
+        metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores have
+            no `per_image`.
         further_protocols: Secondary protocols (presets), which `--task all` runs in addition.
         takes_long: Whether `--task all` runs the probe after the others.
         excluded_from_identity: Fields that do not affect results, or that a record stores in
@@ -282,7 +285,8 @@ class Probe:
         Settings of the user take precedence over them.
 
         Args:
-            roles: What the dataset supports, keys of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
+            roles: What the dataset supports, such as ("segmentation", "images"). They are keys of
+                `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
         """
         del roles
         return {}
@@ -339,7 +343,9 @@ class Probe:
         return Resize(self.image_size)
 
     def with_native_size(self, native_size: tuple[int, int]) -> Any:
-        """Return the probe, adapted to the encoder's native image size.
+        """Return a copy of the probe whose settings suit the encoder's native image size.
+
+        By default, the probe is returned unchanged.
 
         Args:
             native_size: Native height and width in pixels.
@@ -355,7 +361,10 @@ class Probe:
     def serves(self, other: "Probe") -> bool:
         """Return whether `run` can also compute encoder outputs that a later probe needs.
 
-        If so, `ProbeContext.later` contains the later probe `other`.
+        If so, `ProbeContext.later` contains `other`, provided that both must score the same blocks.
+
+        Args:
+            other: A probe that the same command runs after this one.
         """
         del other
         return False
@@ -386,9 +395,9 @@ class Probe:
 
 
 def display_name(probe: Probe) -> str:
-    """Return the name of the probe's task, followed by the protocol if it is a secondary one.
+    """Return the name of a probe for messages, such as "tokencut" or "tokencut, adaptive".
 
-    A protocol is a preset of the probe's settings.
+    The protocol, a preset of settings, is only added if it is in `Probe.further_protocols`.
     """
     is_secondary = probe.protocol in probe.further_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
@@ -401,8 +410,8 @@ class Evaluation:
     Attributes:
         probe: The probe, adapted to the encoder and the dataset by `PlannedProbe.fit_to`.
         allow_overlap: Whether scored images may also be training images.
-        changed: Settings that differ from the protocol, a preset of settings. None to derive them
-            from the probe.
+        changed: Settings that differ from the probe's protocol (a preset of settings), for the
+            records. None to derive them from `probe`.
         encoder, dataset, layers, seed, device, dtype: See `ProbeContext`.
     """
 
@@ -433,8 +442,8 @@ class Evaluation:
             say: Function that prints a message for the user.
             overwrite: Compute finished results again.
             features: Cache of features. The run reads from the cache and adds new features to it.
-            share: Whether a later probe encodes the same whole images, so that their features are
-                kept in the cache if there is enough memory.
+            share: Whether a later probe encodes the same images in the same way. If so, their
+                features are kept in the cache if there is enough memory.
             later: Probes that run next on the same dataset and can use encoder outputs of this run.
 
         Returns:
@@ -522,7 +531,17 @@ class Evaluation:
     def _select_shared(
         self, features: FeatureCache, images: ImageSet, num_images: int, *, share: bool
     ) -> SharedFeatures | None:
-        """Return the features that this probe shares with other probes of the command, if any."""
+        """Return the features that this probe shares with other probes of the command, or None.
+
+        The result is None if the probe shares no features, if the images are corrupted, or if
+        neither an earlier nor a later probe uses the features.
+
+        Args:
+            features: Cache in which the shared features are stored.
+            images: The scored images.
+            num_images: Number of images that the probe encodes, including training images.
+            share: Whether a later probe encodes the same images in the same way.
+        """
         # Corrupted images differ for each corruption, so their features would only fill the memory.
         if not self.probe.shares_features or find_corruption(images) is not None:
             return None
@@ -637,9 +656,9 @@ def find_pending(
 ) -> WorkPlan:
     """Find the results that have no complete record, and the layers that must be run.
 
-    A record is incomplete if the probe stores per-image contributions, but this record has none. A
-    layer must be run if one of its results has no complete record, or if a figure of the layer is
-    missing. If a figure shows several layers and one of them must be run, all of them are run.
+    A record is incomplete if the probe stores values of single images, but the record has none. A
+    layer must be run if a result of it is missing or incomplete, or if a figure of it is missing.
+    If a figure shows several layers and one of them must be run, all of them are run.
     """
     finished = {}
     for key in keys:
@@ -740,7 +759,7 @@ def result_settings(
     """Return the settings that affect all results of a probe, as JSON types.
 
     They include the training images, corruption and unreadable images. Call this function only
-    once, because it reads all training images to compute their fingerprint.
+    once, because it reads all training images to compute a digest of them.
 
     Args:
         probe: The probe.
@@ -782,8 +801,9 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
 
     Args:
         probe: The probe.
-        encoder: The encoder. Its patch size is the largest patch size of all blocks, so that a
-            result does not depend on which other blocks are scored.
+        encoder: The encoder. If its blocks have different strides, the patch size is the largest
+            stride, even if that block is not scored. A result thus does not depend on the selection
+            of blocks.
         typed: Names of the fields that the user set.
 
     Raises:
@@ -831,11 +851,11 @@ def _set_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collec
 
 
 def position_details(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
-    """Describe how position embeddings were resampled, as an entry for the details of a record.
+    """Return an entry for a record's details that describes how position embeddings were resized.
 
-    Return an empty dictionary if they were not resampled. If images keep their aspect ratio,
-    embeddings count as resampled, because hardly any image has the token grid of the stored
-    embeddings.
+    The result is empty if no embedding is resized, for example because all images have the
+    encoder's native size. Images that keep their aspect ratio rarely have this size, so their
+    embeddings always count as resized.
     """
     resize = probe.resize
     side = resize.square_side(encoder.native_size, encoder.stride(layer))

@@ -131,7 +131,7 @@ class FeatureExtractor:
             if widths.setdefault(tap.facet, width) != width:
                 raise UnfitEncoder(
                     f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer}, but "
-                    f"{widths[tap.facet]} in an earlier block, expected equal numbers"
+                    f"{widths[tap.facet]} in an earlier block, expected equal widths"
                 )
         return widths
 
@@ -174,8 +174,8 @@ class FeatureExtractor:
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
         """Extract features like `__call__`, but do not check that they are finite.
 
-        To check them, copy the returned sums to the host and pass them to `require_finite`. Copy
-        the sums together with other data, so that the host waits for the device only once.
+        To check them, copy the returned sums to the CPU and pass them to `require_finite`. If you
+        copy them together with other data, the CPU waits for the GPU only once.
 
         If memory runs out, the batch size is halved for this call and all later calls.
 
@@ -287,7 +287,13 @@ class FeatureExtractor:
     def _install_hooks(
         self, captured: Features, grids: dict[int, Grid], batch: int
     ) -> Generator[None]:
-        """Install hooks that store features in `captured`, and always remove them on exit."""
+        """Install hooks that store features in `captured`, and always remove them on exit.
+
+        Args:
+            captured: Features by layer and facet. The hooks fill it.
+            grids: Rows and columns of patches, by layer.
+            batch: Number of images.
+        """
         blocks = self._module.get_submodule("blocks")
         handles = []
         try:
@@ -345,7 +351,7 @@ class FeatureExtractor:
         if output.shape[:2] != (batch, tokens):
             raise UnfitEncoder(
                 f"block {layer} of {self.encoder.name} computes queries, keys and values in "
-                "windows or before pooling, but they are needed for each of its tokens",
+                "windows or before pooling, expected them for each token that the block returns",
                 hint=_TOKENS,
             )
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
@@ -458,9 +464,10 @@ class _Tap:
     Attributes:
         layer: Index of the block.
         facet: Name of the facet.
-        name: Name of the position in error messages.
-        modules: Submodules of the block. The facet is captured at the one that is called first.
-        side: "input" or "output", the side of the submodule that is captured.
+        name: Name of the position in error messages, such as "blocks.3.mlp.fc1".
+        modules: One submodule of the block, or alternatives. The facet is captured at the one that
+            is called first.
+        side: "input" or "output": the value of the submodule that is captured.
     """
 
     layer: int
@@ -537,9 +544,10 @@ def _list_children(names: list[str], parent: str) -> str:
 def _find_layouts(
     shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: int
 ) -> list[Layout]:
-    """Return the layouts that a feature tensor of this shape can have, such as "channels_last".
+    """Return the layouts that fit the shape of a feature tensor, such as "channels_last".
 
-    If the patch grid has different numbers of rows and columns, at most one layout fits.
+    A square patch grid may fit two layouts, for example if 8 x 8 patches have 8 channels. At most
+    one layout fits if the numbers of rows and columns differ.
     """
     patches = grid[0] * grid[1]
     token_counts = (patches, num_prefix_tokens + patches)
@@ -556,11 +564,12 @@ class Resize:
     """Rule for resizing images before an encoder receives them.
 
     Attributes:
-        side: Side of squares in pixels, or longer side of images that keep their aspect ratio. None
-            for squares of the encoder's native size, or for the original size of each image.
+        side: Side of square images in pixels, or the longer side of images that keep their aspect
+            ratio. If it is None, squares have the encoder's native size, and other images keep
+            their size up to `max_side`.
         keep_aspect_ratio: Whether images keep their aspect ratio, instead of becoming squares.
-        max_side: If `side` is None, images with a longer side than this are reduced to this size in
-            pixels.
+        max_side: Limit for the longer side in pixels if `side` is None. Larger images are reduced
+            to it.
         round_to_patch: Whether both sides are rounded to multiples of the patch size.
     """
 

@@ -40,7 +40,10 @@ class Estimate(Protocol):
     def value(self) -> float: ...
 
     def ci95(self) -> Interval | None:
-        """Return the 95 % confidence interval, or None if all images affect the score equally."""
+        """Return the 95 % confidence interval, or None if it cannot be computed.
+
+        For example, the interval of a mean is None if all images have the same value.
+        """
         ...
 
     def difference_ci95(self, first: Any) -> Interval | None:
@@ -104,8 +107,8 @@ class Share:
     def _difference(self, first: "Share") -> tuple[float, float]:
         """Return the difference between the two proportions, and its standard error.
 
-        Two artificial images are added to the sample: one is a hit only for this score, the other
-        only for `first`.
+        As the adjusted Wald interval requires, two artificial images are added to the sample. One
+        is a hit only for this score, the other only for `first`.
         """
         total = len(self.hits) + 2
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
@@ -114,7 +117,7 @@ class Share:
 
 
 class _StudentT:
-    """Base class of score estimates that can be compared by Student's t distribution.
+    """Base class of score estimates whose differences are tested by Student's t distribution.
 
     Subclasses define `value` in percent, `num_images`, `_subtract`, and `margin`. The margin is
     half of the width of the confidence interval, or NaN if there is no interval.
@@ -193,9 +196,10 @@ class MeanIoU(Jackknife):
     def ci95(self) -> Interval | None:
         """Return a 95 % interval that is widened by the bias correction.
 
-        The upper end starts from `over_true_classes`, which leaves out classes that are only
-        predicted. Their IoU is 0 here, but it is unknown for images that show them. The interval
-        covers the mean IoU on infinitely many images and on other image sets of the same size.
+        The lower end is computed from `value`, and the upper end from `over_true_classes`. The
+        reason is that `value` counts an IoU of 0 for classes that are only predicted, but their
+        true IoU is unknown. The interval covers the mean IoU on infinitely many images and on other
+        image sets of the same size.
         """
         low = self.value + min(self.correction, 0.0) - self.margin
         high = self.over_true_classes + max(self.correction, 0.0) + self.margin
@@ -257,9 +261,9 @@ def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
     Use it instead of `Jackknife` if the score is not a smooth function of the counts of each image.
 
     Args:
-        per_image: Counts of each image.
-        score: Function that computes the score from counts summed over images. Leading axes of its
-            argument are batch axes.
+        per_image: Counts of each image. The first axis is the images.
+        score: Function that computes the score from counts summed over images. If its argument has
+            an additional first axis of bootstrap samples, it returns one score for each sample.
     """
     images, generator = len(per_image), np.random.default_rng(0)
     counts, sample_scores = per_image.reshape(images, -1).astype(np.float64), []

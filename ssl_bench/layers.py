@@ -48,7 +48,8 @@ def parse_facets(
     """Parse one or several names of facets (kinds of features).
 
     "blocks.7.mlp.fc1" is the output of a submodule of block 7. "blocks.*.mlp.fc1" is the output of
-    that submodule in every block. Several submodules must have the same block index or *.
+    that submodule in every block. If there are several submodules, all of them must name the same
+    block, or all must have *.
 
     Args:
         facet: One or several names from the user.

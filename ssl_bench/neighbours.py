@@ -77,6 +77,9 @@ def knn_ranks(
         temperature: A smaller value gives the nearest images more weight.
         engine: Search engine, which does not change the ranks.
 
+    Returns:
+        The ranks, with one row for each k and one column for each query.
+
     Source: `knn_classifier` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
     In that code, tied classes and classes without votes are in arbitrary order.
@@ -122,7 +125,16 @@ def vote_rank(
     targets: Int64[Tensor, " queries"],
     num_classes: int,
 ) -> Int64[Tensor, " queries"]:
-    """Return the rank of the true class in a weighted vote, or `num_classes` if it has no votes."""
+    """Return the rank of the true class in a weighted vote, or `num_classes` if it has no votes.
+
+    The class with the largest sum of votes has rank 0.
+
+    Args:
+        votes: Weight of each vote.
+        labels: Class that each vote is for.
+        targets: True class of each query.
+        num_classes: Number of classes.
+    """
     totals = votes.new_zeros(len(votes), num_classes).scatter_add_(1, labels, votes)
     own = totals.gather(1, targets[:, None])
     return torch.where(own[:, 0] > 0, class_rank(totals, targets), num_classes)
@@ -137,10 +149,10 @@ def nearest_vectors(
 ) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
     """Return cosine similarities and indices of the nearest vectors to each query, nearest first.
 
-    If similarities are equal, the vector with the lower index comes first. Both search engines give
-    the same output, because faiss only proposes candidates and a matrix product ranks them. If
-    faiss may have missed a neighbour because of rounding, a matrix product searches all vectors
-    instead.
+    If similarities are equal, the vector with the lower index comes first. The result does not
+    depend on the search engine. The faiss library only proposes candidates, whose similarities a
+    matrix product then computes again. If faiss may have missed a neighbour because of rounding, a
+    matrix product searches all vectors instead.
 
     Args:
         queries: Unit vectors in float32.
@@ -252,8 +264,14 @@ def _rerank(
 ) -> tuple[Float[Tensor, "some {count}"], Int64[Tensor, "some {count}"]]:
     """Return the nearest neighbours among the candidates that faiss proposed.
 
-    If a neighbour may be missing from the candidates, all vectors are searched instead. `farthest`
-    is the similarity that faiss computed for the last candidate of each query.
+    If a neighbour may be missing from the candidates, all vectors are searched instead.
+
+    Args:
+        queries: Unit vectors.
+        farthest: Similarity of each query's last candidate, as faiss computed it.
+        candidates: Indices of each query's candidates in `memory`.
+        memory: Unit vectors that are searched.
+        count: Number of neighbours of each query.
     """
     columns = candidates.unique()
     values, index = nearest(queries @ memory[columns].T, count)
@@ -269,7 +287,7 @@ def _faiss_nearest_on_gpu(
 ) -> tuple[Tensor, Tensor]:
     if not (hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus()):
         raise MachineError(
-            f"faiss {faiss.__version__} does not find a GPU",
+            f"faiss {faiss.__version__} finds no GPU, but the features are on a GPU",
             hint=("probe.engine=torch", "or", "--device", "cpu"),
         )
     # After this import, faiss accepts and returns torch tensors, and uses torch's CUDA stream.

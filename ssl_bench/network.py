@@ -201,7 +201,10 @@ def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
         if size is None and response.length is not None:
             size = start + response.length
         if size is None:
-            raise DownloadError(f"the server does not state the size of {published.url}")
+            raise DownloadError(
+                f"the server does not state the size of {published.url}, so an incomplete download "
+                "could not be noticed"
+            )
         name, position = published.url.rpartition("/")[2], start
         with bar_class()(
             desc=name, initial=start, total=size, unit="B", unit_scale=True, disable=None,

@@ -119,10 +119,14 @@ class PlannedProbe:
     def find_served_probes(
         self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
     ) -> list[Probe]:
-        """Return the later probes of a plan that can reuse encoder outputs of this probe's run.
+        """Return those later probes that can reuse encoder outputs of this probe's run.
 
         `Probe.serves` decides which probes can. They must also have the same dataset, precision and
-        seed. The returned probes are adapted to the encoder.
+        seed.
+
+        Args:
+            later: Planned probes that run after this one.
+            encoder: The encoder, to which the returned probes are adapted.
         """
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
         for other in later:
@@ -134,7 +138,7 @@ class PlannedProbe:
         return probes
 
     def shares_features_with(self, other: "PlannedProbe") -> bool:
-        """Return whether both probes may need the same features of the same images."""
+        """Return whether both probes encode the same images, so that they can share features."""
         one, another = (
             (x.probe.shares_features, x.probe.role, x.dataset, x.dtype) for x in (self, other)
         )
@@ -181,8 +185,8 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     corruption.
 
     Returns:
-        The plan, ordered by dataset. For each dataset, slow probes come last. Probes that use the
-        same images follow each other, so that features are kept only for a short time.
+        The planned probes, ordered by dataset. For each dataset, slow probes come last. Probes of
+        the same role, such as "segmentation", follow each other, because they can share features.
 
     Raises:
         ConfigurationError: A key does not exist, a value is invalid, or no dataset supports a task.
@@ -225,7 +229,7 @@ def require_images(plan: Sequence[PlannedProbe]) -> None:
 
 
 def open_datasets_once(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
-    """Return the plan with cached datasets, so that each split is opened only once."""
+    """Return the planned probes with cached datasets, so that each split is opened only once."""
     cached = {id(planned.dataset): CachedDataset(planned.dataset) for planned in plan}
     return [replace(planned, dataset=cached[id(planned.dataset)]) for planned in plan]
 
@@ -341,10 +345,11 @@ def _assign_overrides(
 
 
 def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose the default config of a pair, with the config files and protocols in `overrides`.
+    """Compose the default config of a pair, and apply the overrides that select a file or protocol.
 
-    A pair consists of a probe and a dataset, and a protocol is a preset of the probe's settings.
-    The selected files determine which other keys exist. All other overrides are not applied.
+    A pair is the names of a task and a dataset. An example of such an override is
+    `probe.training=lbfgs`. The selected config files and protocols (presets of the probe's
+    settings) determine which other keys exist. All other overrides are not applied.
     """
     config = probing_config(*pair, ())
     chosen = [
@@ -357,10 +362,10 @@ def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, An
 
 
 def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[str]:
-    """Return the valid values of an override whose key selects a config file or a protocol.
+    """Return the names that an override can select, such as the protocols for `probe.protocol=`.
 
-    A protocol is a preset of a probe's settings. If the key sets an ordinary value instead, return
-    an empty list.
+    The key of such an override selects a config file or a protocol, which is a preset of a probe's
+    settings. If the key sets an ordinary value instead, return an empty list.
     """
     key = override.partition("=")[0]
     if key == _PROTOCOL:
@@ -445,7 +450,7 @@ def _build_pair(
 ) -> PlannedProbe:
     """Build a dataset, and a probe with settings that suit the dataset.
 
-    All pairs of a plan share the three caches.
+    The caches `datasets`, `views` and `checked_images` are shared by all pairs of a request.
 
     Args:
         pair: Names of the task and the dataset.

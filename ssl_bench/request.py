@@ -25,8 +25,9 @@ class ProbeRequest:
         overrides: KEY=VALUE settings. A setting applies to the tasks and datasets that have its
             key.
         data_roots: Folders of datasets, by the name of the dataset.
-        all_tasks: Whether the user requested all tasks. If so, tasks that do not fit are left out,
-            and probes also run in their secondary protocols (presets of settings).
+        all_tasks: Whether the user requested all tasks. If so, tasks that a dataset or an encoder
+            does not support are left out, and probes also run in their secondary protocols (presets
+            of settings).
         on_bad_image: "fail", "skip", or None for the default of each dataset.
         layers: Block indices, 0-based, in a format of `ssl_bench.layers.resolve_layers`.
         checkpoints: Addresses of encoders. If it is empty, the newest run in `runs/` is used.
@@ -34,8 +35,8 @@ class ProbeRequest:
         out: Folder of results.
         device: Name of a torch device (default: a GPU if there is one).
         overwrite: Whether to compute finished results again.
-        sets: Datasets that the user passed in Python, such as "train" and "val". They form the
-            dataset "python".
+        sets: Datasets that the user passed to `ssl_bench.probe`, by the name of the argument:
+            "train", "val" or "images". Together they have the dataset name "python".
     """
 
     tasks: Sequence[str]
@@ -107,7 +108,10 @@ class ProbeRequest:
 
 
 def parse_datasets(text: str) -> list[str]:
-    """Split a comma-separated list of NAME or NAME:FOLDER, and check the names of the datasets."""
+    """Return the parts of a comma-separated list, each NAME or NAME:FOLDER of a dataset.
+
+    The names are checked. The text "all" stands for all datasets.
+    """
     if text == "all":
         return choices("dataset")
     names = [part.strip() for part in text.split(",")]
@@ -133,7 +137,7 @@ def split_dataset(text: str) -> tuple[str, str | None]:
     name, colon, root = text.partition(":")
     if colon and not root:
         raise ConfigurationError(
-            f"expected a folder or an address after {text}",
+            f"expected a folder or an address after the colon of dataset {text}",
             hint=("--dataset", f"{escape_braces(name)}:{{folder}}"),
         )
     return name, root or None
@@ -170,7 +174,7 @@ def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str
         generated = [] if any(map(_has_folder, datasets)) else list(datasets)
     else:
         raise ConfigurationError(
-            f"expected one folder for all datasets, or a folder for each dataset, got {text!r}",
+            f"expected one data folder, or NAME=FOLDER for each dataset, got {text!r}",
             hint=("--data-root", "{dataset}={folder},{other_dataset}={other_folder}"),
         )
     if generated:
@@ -229,7 +233,8 @@ def _batch_size_overrides(tasks: Sequence[str], size: int) -> list[str]:
     if not keys:
         is_trained = any(has_key(config, "probe.training.batch_size") for config in configs)
         raise ConfigurationError(
-            f"the encoder's batch size is chosen automatically for {', '.join(tasks)}",
+            "--batch-size has no effect, because the encoder's batch size is chosen automatically "
+            f"for {', '.join(tasks)}",
             hint=(f"probe.training.batch_size={size}",) if is_trained else (),
         )
     return [f"{key}={size}" for key in keys]

@@ -51,6 +51,7 @@ DetectionCounts = Real[np.ndarray, "*some ranks_and_truth thresholds_and_all"]
 def iou_per_class(counts: Counts) -> Float64[np.ndarray, "*some classes"]:
     """Return the intersection over union (IoU) of each class in percent.
 
+    `counts` contains the correct, predicted and ground-truth pixels of each class (see `Counts`).
     The IoU is NaN for a class that occurs neither in the prediction nor in the ground truth.
     """
     correct, predicted, true = (counts[..., row, :].astype(np.int64) for row in range(3))
@@ -65,7 +66,7 @@ def iou_from_counts(
 
 
 def mean_iou(counts: Counts) -> Float64[np.ndarray, "*some"]:
-    """Return the mean IoU of a dataset in percent.
+    """Return the mean IoU over classes in percent, from pixel counts as described in `Counts`.
 
     Classes that occur neither in the prediction nor in the ground truth are excluded.
     """
@@ -100,9 +101,10 @@ def matched_mean_iou(
 def predict_constant_class(
     counts: Integer[np.ndarray, "3 classes"],
 ) -> tuple[int, Integer[np.ndarray, "3 classes"]]:
-    """Return the most frequent true class, and the pixel counts if it is predicted for every pixel.
+    """Return the most frequent true class, and the counts of a prediction of only this class.
 
-    No other constant class has a higher mean IoU or accuracy on these pixels.
+    The counts are the correct, predicted and true pixels of each class, as in `Counts`. No other
+    constant class has a higher mean IoU or accuracy on these pixels.
     """
     true = counts[2]
     most_frequent = int(true.argmax())
@@ -251,15 +253,14 @@ def corloc(hits: Bool[np.ndarray, " images"]) -> float:
 def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
     """Return the average precision (AP) in percent, or NaN if there is no ground-truth box.
 
-    For each IoU threshold and each of 101 recalls, find the highest precision at this recall or a
-    higher recall. AP is the mean of these precisions.
+    For each IoU threshold and each of 101 recalls from 0 to 1, find the highest precision at this
+    recall or a higher recall. AP is the mean of these precisions.
 
-    Predicted boxes are grouped into ranks of equal confidence. AP must not depend on the order of
-    boxes within a rank. Every part of a rank is therefore assumed to have the same fraction of
-    correct boxes as the whole rank.
+    Predicted boxes of equal confidence form a rank. AP must not depend on their order. The correct
+    boxes of a rank are therefore treated as spread evenly over the rank.
 
-    If no two boxes share a rank, the result equals `stats[0]` of COCOeval. For a single threshold,
-    it equals `stats[1]`. If boxes have equal scores, COCOeval's AP depends on the order of images.
+    If all boxes have different confidences, the result equals `stats[0]` of COCOeval, or `stats[1]`
+    for the single threshold 0.5. Otherwise, COCOeval's AP depends on the order of the images.
 
     Args:
         counts: Numbers of ground-truth boxes, predicted boxes and correct boxes by rank and IoU
@@ -349,16 +350,18 @@ def _precision_within_rank(
     rank: int,
     needed: Float64[np.ndarray, "*some 1 recalls"],
 ) -> Float64[np.ndarray, "*some thresholds recalls"]:
-    """Return the precision at each recall that is reached within a rank of equally confident boxes.
+    """Return the precision at each recall that is reached within one rank.
 
-    Just enough boxes of the rank are added to the boxes of earlier ranks to reach the recall. The
-    precision is 0 if earlier ranks already reach the recall.
+    A rank consists of the boxes with the same confidence. The prediction consists of all boxes of
+    earlier ranks, and of the part of this rank that is needed to reach the recall. Correct boxes
+    are treated as spread evenly over a rank. The precision is 0 if earlier ranks already reach the
+    recall.
 
     Args:
-        correct: Cumulative number of correct boxes up to each rank.
-        predicted: Cumulative number of boxes up to each rank.
+        correct: Number of correct boxes in each rank and all ranks before it.
+        predicted: Number of predicted boxes in each rank and all ranks before it.
         rank: Index of the rank.
-        needed: Number of correct boxes that each recall needs.
+        needed: Number of correct boxes at each recall.
     """
     start = (correct[..., rank - 1, :], predicted[..., rank - 1, :]) if rank else (0.0, 0.0)
     rank_correct = (correct[..., rank, :] - start[0])[..., None]

@@ -37,7 +37,10 @@ class SharedFeatures:
     )
 
     def has_memory(self, parts: Parts) -> bool:
-        """Return whether all images fit into memory if each needs as much as these features."""
+        """Return whether the features of all images fit into memory.
+
+        `parts` contains the features of one image. The other images need the same memory.
+        """
         return self.num_images * _num_bytes(parts) <= self._free_bytes
 
     def add(self, digest: bytes, parts: Parts) -> None:
@@ -51,12 +54,13 @@ class SharedFeatures:
 class SharedExtractor(FeatureExtractor):
     """Feature extractor on the CPU that does not encode images whose features are already known.
 
-    On a CPU, the features of a ViT do not depend on the other images in the batch, and those of a
-    ConvNet only through rounding errors. Shared features therefore equal recomputed features.
+    On a CPU, the features of a ViT do not depend on the other images in the batch. Those of a
+    ConvNet depend on them only through rounding errors. Shared features therefore equal recomputed
+    features up to rounding.
 
     Args:
         shared: Features that earlier probes have computed. Further features are added to it.
-        arguments: Arguments of `FeatureExtractor`.
+        arguments, options: Arguments of `FeatureExtractor`.
     """
 
     def __init__(self, shared: SharedFeatures, *arguments: Any, **options: Any) -> None:
@@ -69,7 +73,10 @@ class SharedExtractor(FeatureExtractor):
     def extract_unchecked(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        """Extract features like `FeatureExtractor.extract_unchecked`, encoding only new images."""
+        """Return the same as `FeatureExtractor.extract_unchecked`, but encode only new images.
+
+        An image is new if `shared` lacks any of its requested features.
+        """
         digests = [self._digest(image) for image in images]
         wanted, known = set(product(self.layers, self.facets)), self._shared.by_image
         by_image = [known.get(digest, {}) for digest in digests]

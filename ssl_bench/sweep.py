@@ -56,8 +56,9 @@ class Job:
             evaluate the rest.
         dataset: Name of the scored images, such as "voc2012-limit8".
         split: Name of the split of the scored images.
-        keys: Keys of all results of the job.
-        pending: Keys of the results that are not computed yet.
+        keys: Keys that identify all results of the job (see `ResultKey`).
+        pending: Keys of the results that are not stored yet. If only figures are missing, the
+            results of their blocks are pending too.
         arguments: Arguments of `ssl-bench` that compute the pending results.
     """
 
@@ -91,10 +92,11 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
 
     Args:
         request: The requested encoders, probes, datasets and blocks.
-        min_jobs: Minimum number of jobs. If there are fewer, the blocks that a probe evaluates are
-            divided among several jobs where possible. Each of these jobs encodes all images again.
-        skip_unfit: Leave out probes that do not fit an encoder, and print a message. If False,
-            raise an error unless the encoder is a baseline.
+        min_jobs: Minimum number of jobs. To reach it, the blocks that a probe evaluates are divided
+            among several jobs where possible. Each of these jobs encodes all images again.
+        skip_unfit: Whether to leave out probes that do not support an encoder, with a message. If
+            False, such a probe raises `UnfitEncoder`. For baseline encoders, such as random
+            weights, it is always left out.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
@@ -152,9 +154,10 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
 
 
 def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
-    """Return the scored images of a planned probe, and the settings that affect its results.
+    """Return the images that a probe scores, and the settings that affect its results.
 
-    The settings of the probe itself are left out, because they depend on the encoder.
+    `planned` contains the probe and its dataset. The settings of the probe itself are left out,
+    because they depend on the encoder.
     """
     planned.require_images()
     probe, dataset = planned.probe, planned.dataset
@@ -175,9 +178,9 @@ def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
 def _split_layers(
     planned: PlannedProbe, probe: Probe, layers: tuple[int, ...], images: ImageSet, count: int
 ) -> list[tuple[int, ...]]:
-    """Split the blocks into `count` groups of consecutive blocks, one for each job.
+    """Split the blocks into `count` groups of consecutive blocks, one group for each job.
 
-    If one result or figure needs several blocks, all blocks stay in one group.
+    If a single result or figure combines several blocks, return all blocks as one group.
     """
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
@@ -293,7 +296,10 @@ def run_in_processes(
 
     @contextmanager
     def acquire_device() -> Generator[Mapping[str, str]]:
-        """Yield environment variables that select the GPU with the fewest running jobs."""
+        """Yield the environment of a job, with the least used value of CUDA_VISIBLE_DEVICES.
+
+        If `devices` is empty, this variable is not changed.
+        """
         if not load:
             yield environment
             return

@@ -108,9 +108,9 @@ def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the suite use an empty cache of file digests, and return the cache's folder.
+    """Return the folder of an empty cache of file digests (content hashes), used by the suite.
 
-    Digests of files that have just been changed are cached as well.
+    Digests are cached even if a file was changed less than two seconds ago.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fingerprints, "RACY_NS", 0)

@@ -44,10 +44,11 @@ FEW = (
 
 
 def compute_values(folder: Path) -> dict[str, Any]:
-    """Run all commands in a folder.
+    """Run all commands in a folder, and return the numbers that they compute.
 
-    Return the numbers that they compute, by the name of the training step or of the record (stored
-    score).
+    Returns:
+        The logged values of each training step, and hashes of each run's last weights. For each
+        record (stored score), its value and interval. All of them are in one dictionary.
     """
     values: dict[str, Any] = {}
     photographs, runs = _save_photographs(folder / "photographs"), list[str]()

@@ -36,8 +36,8 @@ class AugmentationParams:
     Attributes:
         flip: Whether a view is flipped horizontally.
         jitter: Whether colour jitter is applied.
-        order: Order in which the jitters BRIGHTNESS, CONTRAST, SATURATION and HUE are applied to a
-            view.
+        order: Numbers of the four colour jitters in the order in which they are applied:
+            BRIGHTNESS = 0, CONTRAST = 1, SATURATION = 2, HUE = 3.
         factors: Strength of each jitter, in the order BRIGHTNESS, CONTRAST, SATURATION, HUE. A view
             does not change with 0 for HUE and 1 for the other jitters.
         grey: Whether a view is converted to grey.
@@ -137,9 +137,9 @@ def jitter_all(
 ) -> Images:
     """Apply one colour jitter to each view for which `wanted` is true, and return all views.
 
-    `kind` states which jitter a view gets, such as HUE. All kinds are computed for all views, and
-    the right result is selected for each view. The function is meant to be compiled, so that it
-    reads the pixels only twice.
+    `kind` is the number of each view's jitter, such as HUE. All kinds are computed for all views,
+    and one result is selected for each view. Compile this function, so that it reads the pixels
+    only twice.
     """
     is_hue, wanted = (views[:, None, None, None] for views in (kind == HUE, wanted))
     changed = torch.where(is_hue, shift_hue(images, factor), blend(images, kind, factor))
@@ -202,7 +202,7 @@ def blend(
 
 
 def shift_hue(images: Images, shift: Float[Tensor, " views"]) -> Images:
-    """Shift the hue of each view by a share of the colour circle, in [-0.5, 0.5].
+    """Shift the hue of each view by `shift` turns of the colour circle, in [-0.5, 0.5].
 
     Source: conversion from RGB to HSV and back, https://en.wikipedia.org/wiki/HSL_and_HSV.
     """

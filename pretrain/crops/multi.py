@@ -45,10 +45,10 @@ _PerCrop = Annotated[Sequence[Fraction], ListLength(3, 3)]
 
 @dataclass(frozen=True)
 class CropGroup:
-    """Crops (views) of equal size for a chunk of images, and the parameters of their augmentation.
+    """Crops (views) of equal size for some images, and the parameters of their augmentation.
 
-    The 8-bit pixels of the first view of all images come first, then those of the second view, and
-    so on.
+    The first views of all images come first, then all second views, and so on. The pixels have
+    8 bits per channel.
     """
 
     pixels: UInt8[Tensor, "views 3 size size"]
@@ -66,13 +66,13 @@ class MultiCrop(ViewMaker):
     Each crop has its own random augmentation.
 
     Attributes:
-        global_scale: Minimum and maximum area of a global crop, as a share of the image's area.
-        local_scale: Minimum and maximum area of a local crop, as a share of the image's area.
-        local_size: Side length of a local crop in pixels for global crops of 224 pixels. It is
-            scaled in proportion to the side length of the global crops.
+        global_scale: Minimum and maximum area of a global crop, as a fraction of the image's area.
+        local_scale: Minimum and maximum area of a local crop, as a fraction of the image's area.
+        local_size: Side length of a local crop in pixels if global crops have 224 pixels. For other
+            global crops, it is scaled in proportion.
         aspect_ratio: Minimum and maximum of width / height before resizing.
-        brightness: Maximum relative change of brightness.
-        hue: Maximum shift of the hue, as a share of the colour circle.
+        brightness: Maximum relative change of brightness, such as 0.4 for a factor of 0.6 to 1.4.
+        hue: Maximum shift of the hue, as a fraction of a full turn of the colour circle.
         blur_sigma: Minimum and maximum standard deviation of the Gaussian blur in pixels.
         blur_probability: Probability of a blur for the first global crop, the second global crop,
             and each local crop.
@@ -187,7 +187,7 @@ class MultiCrop(ViewMaker):
     def join(
         self, chunks: Iterable[Sequence[CropGroup]], device: torch.device
     ) -> tuple[CropGroup, ...]:
-        """Copy the crops of several chunks of images to the device, and join them."""
+        """Copy the results of several calls of `cut` to the device, and join them."""
         copies = [[_copy_group(group, device) for group in chunk] for chunk in chunks]
         num_views = (2, self.num_locals)
         return tuple(
@@ -226,7 +226,7 @@ def _copy_group(group: CropGroup, device: torch.device) -> CropGroup:
 
 
 def _join_groups(groups: Sequence[CropGroup], num_views: int) -> CropGroup:
-    """Join the crops of several chunks of images. Each image has `num_views` crops (views).
+    """Join groups of crops of different images. Each image has `num_views` crops (views).
 
     In the result, the first views of all images come first, then the second views, and so on.
     """

@@ -83,7 +83,7 @@ class PlainCrop(ViewMaker):
     """A random resized crop and a random horizontal flip, without labels or colour changes.
 
     Attributes:
-        scale: Minimum and maximum area of the crop, as a share of the image's area.
+        scale: Minimum and maximum area of the crop, as a fraction of the image's area.
         aspect_ratio: Minimum and maximum of width / height before resizing.
 
     Source: the pretraining of MAE, https://arxiv.org/abs/2111.06377, appendix A.1.
@@ -146,17 +146,17 @@ def place_boxes(
     """Compute the box of each crop from uniform random numbers.
 
     Args:
-        numbers: Random numbers in [0, 1) for each crop: ten for the area, ten for the aspect ratio,
-            two for the position.
+        numbers: Random numbers in [0, 1) for each crop: ten areas and ten aspect ratios, one for
+            each attempt, and two numbers for the position.
         image_sizes: Height and width of each image in pixels.
-        scales: Minimum and maximum area, as a share of the image's area.
+        scales: Minimum and maximum area, as a fraction of the image's area.
         aspect_ratio: Minimum and maximum of width / height.
 
     Returns:
         Top, left, height and width of each box in pixels.
 
-    Source: `RandomResizedCrop.get_params` of torchvision. If ten boxes in a row do not fit into the
-    image, the largest central box with an allowed aspect ratio is used.
+    Source: `RandomResizedCrop.get_params` of torchvision. The first of ten attempts that fits into
+    the image is used. If none fits, the largest central box with an allowed aspect ratio is used.
     """
     height, width = image_sizes.T[..., None]
     least, largest = scales.T[..., None, None]

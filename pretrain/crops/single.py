@@ -58,9 +58,9 @@ _POSTERIZE = "PosterizeIncreasing"
 
 
 def _make_signed_operation(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
-    """Return the entry in `OPERATIONS` of an operation with the argument center + largest * level.
+    """Return an entry of `OPERATIONS`: the function center + largest * level, and True.
 
-    The level of such a RandAugment operation is negated with probability 0.5.
+    True means that the level of this RandAugment operation is negated with probability 0.5.
     """
     return lambda level: center + largest * level, True
 
@@ -96,7 +96,8 @@ class Mixture:
     number of images is odd, the middle image stays unchanged.
 
     Attributes:
-        own_share: Weight of each image and of its class in the result, in [0, 1].
+        own_share: Weight w of each image and its class in the result, in [0, 1]. The other image of
+            the pair has the weight 1 - w. With CutMix, w is the fraction of pixels outside the box.
         box: Top, bottom, left and right edge of the box that is taken from the other image
             (CutMix). Without a box, all pixels are weighted means (mixup).
     """
@@ -114,9 +115,9 @@ class LabelledCrops:
         labels: Class of each image.
         order: Order in which brightness (0), contrast (1) and saturation (2) are jittered.
         factors: Strength of the three jitters: brightness, contrast and saturation.
-        cutout: Edges of the square that Cutout fills.
-        erased: Edges of the rectangle that is filled with noise. All edges are 0 if nothing is
-            erased.
+        cutout: Top, bottom, left and right edge of the square that Cutout fills.
+        erased: The same edges of the rectangle that is filled with noise. All edges are 0 if
+            nothing is erased.
         noise_seed: Seed of the noise for the whole micro-batch.
         mixture: Parameters of mixup or CutMix for the whole micro-batch.
     """
@@ -146,7 +147,7 @@ class SingleCrop(ViewMaker):
     micro-batch come from the generator of its first image.
 
     Attributes:
-        scale: Minimum and maximum area of the crop, as a share of the image's area.
+        scale: Minimum and maximum area of the crop, as a fraction of the image's area.
         aspect_ratio: Minimum and maximum of width / height before resizing.
         num_ops: Number of RandAugment operations drawn for each crop, or 0 for no RandAugment. Each
             operation is applied with probability 0.5.
@@ -162,8 +163,8 @@ class SingleCrop(ViewMaker):
             describes its size.
         mixup: Parameter a of the distribution Beta(a, a) from which mixup draws weights, or 0 for
             no mixup.
-        cutmix: Parameter a of the distribution Beta(a, a) from which CutMix draws shares of the
-            area, or 0 for no CutMix.
+        cutmix: Parameter a of the distribution Beta(a, a) from which CutMix draws the fraction of
+            the image that stays unchanged, or 0 for no CutMix.
         mix_probability: Probability that the images of a micro-batch are mixed.
         switch_probability: Probability of CutMix if both mixup and CutMix are used.
 

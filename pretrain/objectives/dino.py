@@ -37,7 +37,8 @@ class Dino(Objective):
     """Hyperparameters of DINO. The default values are the official ones for ImageNet.
 
     Attributes:
-        out_dim: Number of prototypes. Small datasets need 8,192 or fewer.
+        out_dim: Number of prototypes, each of which gives one output of the head. Small datasets
+            need 8,192 or fewer.
         norm_last_layer: Whether all prototypes are kept L2-normalised. Training is then more
             stable, but the encoder is slightly less accurate.
         freeze_last_layer_epochs: Number of epochs at the start of the run in which the last layer
@@ -411,9 +412,9 @@ def compute_logits(
     Both factors are first converted to the dtype that autocast would use for the embeddings. If
     this is float64, the result is float64, too.
 
-    On a GPU, products of bfloat16 numbers are summed in float32, and the sums stay in float32.
-    Rounded to bfloat16, a cosine divided by a temperature of 0.04 could be wrong by up to 0.05.
-    PyTorch cannot differentiate this product.
+    On a GPU, the product of bfloat16 factors is not rounded to bfloat16. Rounding could change a
+    cosine divided by a temperature of 0.04 by up to 0.06. PyTorch cannot compute gradients of such
+    a product.
     """
     dtype = _product_dtype(embeddings)
     embeddings, weights = embeddings.to(dtype), weights.to(dtype)

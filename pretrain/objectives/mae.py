@@ -37,11 +37,11 @@ class Mae(Objective):
     encoder's width, and its heads have a width of 32.
 
     Attributes:
-        mask_ratio: Share of the patches that the encoder does not see.
+        mask_ratio: Fraction of the patches that the encoder does not see.
         normalised_pixels: Whether the pixels of each target patch are shifted and scaled to mean 0
             and standard deviation 1. Otherwise the targets are the pixels of the normalised image.
-        gray_decoder: Whether the blocks of the decoder gray tokens in the same way as the blocks of
-            the encoder.
+        gray_decoder: Whether the blocks of the decoder use token graying, as those of the encoder
+            do. Token graying increases the small singular values of the token matrix.
 
     Source: https://arxiv.org/abs/2111.06377, and
     https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/models_mae.py
@@ -81,13 +81,13 @@ class Mae(Objective):
         Raises:
             ConfigurationError: The model is not a Vision Transformer, or the mask ratio hides none
                 or all of its patches. Or `gray_decoder` is true, but the encoder has no token
-                graying, which increases small singular values of the token matrix.
+                graying.
         """
         del timeline, class_names
         model = require_vit(model, "mae", "other encoders cannot leave out patches")
         if self.gray_decoder and model.graying == "none":
             raise ConfigurationError(
-                "objective.gray_decoder=true expects an encoder that grays its tokens, got "
+                "objective.gray_decoder=true expects an encoder with token graying, got "
                 "model.graying=none",
                 hint=("model.graying=svd", "or", "model.graying=dct"),
             )
@@ -122,7 +122,7 @@ class MaeLearner(Learner):
         """Compute the mean squared error of the pixels in the hidden patches.
 
         The patches to hide are drawn from PyTorch's global generator, which the trainer seeds at
-        each step. If a batch is divided into micro-batches, other patches are therefore hidden.
+        each step. They depend on the number of micro-batches into which a batch is divided.
 
         Args:
             network: The student network, possibly wrapped for training on several devices.
@@ -130,9 +130,9 @@ class MaeLearner(Learner):
             step: Ignored.
 
         Returns:
-            The loss, and `mean_loss` for the log. It is the loss of a decoder that predicts the
-            mean of each hidden patch. If `normalised_pixels` is false, it is the loss of a decoder
-            that predicts the mean colour of all hidden pixels.
+            The loss, and `mean_loss` for the log: the loss of a decoder that predicts the mean of
+            each hidden patch. If `normalised_pixels` is false, this decoder instead predicts the
+            mean colour of all hidden pixels of an image.
         """
         del step
         (images,) = views

@@ -25,7 +25,7 @@ class Supervised(Objective):
     Attributes:
         num_classes: Expected number of classes. If the training images have another number of
             classes, the run ends with an error.
-        label_smoothing: Share of the target probability that is spread over all classes.
+        label_smoothing: Fraction of the target probability that is spread evenly over all classes.
 
     Source: head and label smoothing of DeiT, https://arxiv.org/abs/2012.12877.
     """

@@ -66,13 +66,15 @@ class Soap(OptimizerRecipe):
             so the default is that of AdamW. Higher values were better in short runs, so try 0.25 to
             16 times the default. The class `SOAP` has another default, 3e-3, which is meant for
             language models.
-        shampoo_beta: Decay rate of the statistics. The default is `betas[1]`.
-        precondition_frequency: Number of steps between two refreshes of an eigenbasis.
-        max_precond_dim: Maximum length of the axes of a parameter that get an eigenbasis.
-        stagger: Whether the refreshes of different bases take place at different steps. All steps
-            then take equally long. The mean time of a step is longer, because a GPU decomposes many
-            matrices together in little more time than one.
-        shard_refreshes: Whether the processes of a run divide the decompositions among themselves.
+        shampoo_beta: Decay rate of Shampoo's statistics, the moving averages of g @ g.T for the
+            gradient g. The default is `betas[1]`.
+        precondition_frequency: Number of steps between two refreshes of an eigenbasis, the
+            eigenvectors of these statistics.
+        max_precond_dim: Axes of a parameter that are longer than this have no eigenbasis.
+        stagger: Whether different eigenbases are refreshed at different steps. All steps then take
+            equally long. The mean time of a step is longer, because a GPU decomposes many matrices
+            together in little more time than one.
+        shard_refreshes: Whether the processes of a run divide the refreshes among themselves.
     """
 
     lr: RateOrZero = 5e-4
@@ -105,15 +107,16 @@ def parameter_groups(
 
     Args:
         named_parameters: Names and parameters of the student network.
-        layer_decay: Factor by which the learning rate decreases from each layer to the one below,
-            in (0, 1].
+        layer_decay: Factor by which the learning rate decreases from each layer to the layer before
+            it, in (0, 1].
         decay_tokens: Whether tokens and position embeddings have weight decay.
 
     Returns:
-        A group with weight decay and a group without. If `layer_decay` is not 1, there is such a
-        pair for each layer. The layers are the embedding, each module of `blocks`, and finally
-        `norm` together with everything outside the encoder. Each group then has the key `lr_scale`.
-        Its value is `layer_decay` to the power of the number of layers above.
+        A group with weight decay and a group without. If `layer_decay` is not 1, each layer has two
+        such groups. The embedding is the first layer, and each module of `blocks` is a further one.
+        `norm` and everything outside the encoder, such as the head, form the last layer. Each of
+        these groups has the key `lr_scale`, by which its learning rate is multiplied. It is
+        `layer_decay` to the power of the number of layers that follow.
 
     Raises:
         ConfigurationError: `layer_decay` is not 1, and the encoder has no sequence of blocks.

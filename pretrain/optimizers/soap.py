@@ -25,17 +25,18 @@ Matrices = dict[int, Float[Tensor, "members _ _"]]
 
 
 class SOAP(torch.optim.Optimizer):
-    """A SOAP optimizer with the reference's results and far fewer kernel launches.
+    """A SOAP optimizer with the results of its authors' code and far fewer kernel launches.
 
-    The first gradient of a parameter only initialises its statistics and bases. In this step, the
-    parameter is neither updated nor decayed. Each parameter has its own step count. If a parameter
-    has no gradients in early steps, its bias correction starts with its own first gradient.
+    The first gradient g of a parameter only initialises its statistics (moving averages of g @ g.T)
+    and its bases (eigenvectors of the statistics). In this step, the parameter is neither updated
+    nor decayed. Each parameter has its own step count. If a parameter has no gradients in early
+    steps, its bias correction starts with its own first gradient.
 
     Each axis of a parameter with two or more dimensions has its own basis, as by default in the
-    reference. Axes of length 1 or longer than `max_precond_dim` have none. The convolution of a
+    authors' code. Axes of length 1 or longer than `max_precond_dim` have none. The convolution of a
     patch embedding therefore has four bases. Vectors and scalars are updated by plain Adam. The
     state and the decompositions are float64 for float64 parameters and float32 otherwise. The
-    reference always uses float32.
+    authors' code always uses float32.
 
     A step waits for the device only if a parameter has its first gradient. If the attribute
     `found_inf` is 1, as set by torch.amp.GradScaler, the step changes no parameter, moment,
@@ -229,8 +230,8 @@ class Stack:
             the first one.
         skipped: Number of steps that were skipped after the first gradient, as a scalar on the
             device. Stacks with the same step count share it.
-        phases: Number of steps by which the bases of each member are refreshed earlier, because
-            refreshes are staggered.
+        phases: Number of steps by which the bases of each member are refreshed earlier than at
+            multiples of `precondition_frequency`. It is 0 unless refreshes are staggered.
         index: Index of the stack within its group.
         exp_avg: Mean gradient in the eigenbases.
         exp_avg_sq: Mean squared gradient in the eigenbases.
@@ -522,9 +523,10 @@ def orthonormalise(
         matrices: Square matrices.
         fallback: Result for a matrix whose decomposition fails on a GPU.
         rank_offset: Number that is added to the rank of each process before the matrices are
-            divided among processes. Different offsets in different calls spread small stacks of
-            matrices over all processes.
-        shard: Whether each process decomposes only a share of the matrices.
+            divided among processes. If calls with few matrices use different offsets, each call
+            gives its work to other processes.
+        shard: Whether each process decomposes only some of the matrices. Otherwise, each process
+            decomposes all of them, and the result of the first process is used.
     """
     world = dist.get_world_size() if shard and dist.is_initialized() else 1
     if world == 1:
@@ -547,9 +549,10 @@ def _compute_q(
     12 matrices with 1,536 rows. The Cholesky factorisation of the matrix products takes 8 ms for
     the whole stack.
 
-    The columns have very different lengths after a power iteration, so they are scaled first. A
-    single factorisation would fail if columns are linearly dependent. This is the case until there
-    have been as many gradients as rows. Three factorisations with a shift on the diagonal succeed.
+    The columns have very different lengths after a power iteration, so they are scaled first. While
+    there have been fewer gradients than rows, the columns are linearly dependent, and a single
+    factorisation would fail. Three factorisations with a shift (a small number added to the
+    diagonal) therefore precede one without.
 
     Source: shifted Cholesky QR, Fukaya et al., https://arxiv.org/abs/1809.11085.
     """

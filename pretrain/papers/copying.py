@@ -50,7 +50,8 @@ class Copying(GeneratingObjective):
 
     Attributes:
         length: Number of letters in a training string.
-        letters: Number of different letters. `model.num_tokens` must be larger by two.
+        letters: Number of different letters. `model.num_tokens` must be larger by two, for the
+            delimiter and the stop token.
         test_lengths: Numbers of letters in test strings. Each length is tested separately.
         test_strings: Number of test strings of each length.
         test_epochs: Number of epochs between two tests. There is also a test after the last step.
@@ -206,9 +207,9 @@ class GeneratedStrings:
         return Sample(f"string{index:05d}", np.zeros((1, 1, 3), np.uint8))
 
     def fingerprint(self) -> str:
-        """Return a constant SHA-256.
+        """Return a constant in place of the SHA-256 of image files.
 
-        There is no data to hash: seed and options determine all strings.
+        There are no files to hash, because seed and options determine all strings.
         """
         return hashlib.sha256(f"{self.name} {len(self)}".encode()).hexdigest()
 

@@ -61,15 +61,16 @@ class Attention(Probe):
         truth: Masks to compare with: "classes" for class masks, "object" for masks of one object,
             or "none". In class masks, all classes except class 0 count as the object. The default
             depends on the dataset. It is "none" if class 0 is not called background.
-        mass: Share of a head's attention that its mask covers. The mask consists of the fewest
-            patches with this share of the attention to all patches.
-        panels: Number of images with figures. They are spread over the dataset. Without true masks,
-            only these images are encoded, or all images if the number is 0.
+        mass: Fraction of a head's attention to all patches that its mask covers. The mask consists
+            of the fewest patches that reach this fraction.
+        panels: Number of images to draw in figures. They are spread over the dataset. With
+            `truth="none"`, only these images are encoded. If the number is 0, all images are
+            encoded and none is drawn.
         image_size: Side in pixels of the squares that images are resized to without keeping their
             aspect ratio, a multiple of the patch size. By default, images keep their size, and
             their sides are reduced to multiples of the patch size.
-        max_side: Longer side in pixels to which larger images are reduced, if image_size is not
-            set.
+        max_side: Maximum length of the longer side in pixels, to which larger images are reduced.
+            It has no effect if `image_size` is set.
         num_workers: Number of threads that decode images.
 
     Source: Caron et al., "Emerging Properties in Self-Supervised Vision Transformers",
@@ -97,10 +98,9 @@ class Attention(Probe):
         return {} if "segmentation" in roles else {"truth": "none"}
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Attention":
-        """Return a copy with `truth="none"` if the dataset's class masks have no background.
+        """Return a copy with `truth="none"` if class 0 of the dataset is not called background.
 
-        They have none if class 0 is not called background. The probe is returned unchanged if it
-        does not use class masks or if the user has set `truth`.
+        If the probe does not use class masks, or if the user has set `truth`, return it unchanged.
         """
         if self.truth != "classes" or "truth" in typed:
             return self
@@ -131,7 +131,7 @@ class Attention(Probe):
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
         if not encoder.has_cls:
             raise UnfitEncoder(
-                f"{encoder.name} has no [CLS] token, whose attention is drawn",
+                f"{encoder.name} has no [CLS] token, but this probe draws the attention of [CLS]",
                 hint=("--task", "pca"),
             )
 
@@ -233,7 +233,8 @@ class Attention(Probe):
             return None
         if sample.mask is None:
             raise DataError(
-                f"{sample.image_id} has no mask to score with", hint=("probe.truth=none",)
+                f"{sample.image_id} has no object mask to compare the attention with",
+                hint=("probe.truth=none",),
             )
         return np.where(sample.mask == IGNORED, IGNORED, sample.mask > 0).astype(np.uint8)
 
@@ -292,14 +293,14 @@ class ImageResult:
     """The scores of the attention maps of one block for one image.
 
     Attributes:
-        jaccard: Jaccard index in percent between the true mask and the mask of each head. None
-            without a true mask.
-        jaccard_mean_map: Jaccard index of the mask that is computed from the mean of all heads'
-            maps.
-        constant: Jaccard indices of the image-independent baseline masks, by name.
+        jaccard: Jaccard index (IoU) in percent between the true mask and the mask of each head.
+            None without a true mask.
+        jaccard_mean_map: The same for the mask that is computed from the mean of all heads' maps.
+        constant: The same for the image-independent baseline masks, by name.
         has_object: Whether the true mask has a pixel of the object.
         entropy: Entropy of the map of each head, divided by the logarithm of the number of patches.
-        patch_share: Share of the attention of each head that goes to patches.
+        patch_share: Fraction of each head's attention that goes to patches. The rest goes to [CLS]
+            and registers.
         is_degenerate: Whether the maps of all heads are constant up to rounding.
     """
 
@@ -332,7 +333,7 @@ def image_result(
         maps: Attention of [CLS] to the patches, with shape heads x rows x cols.
         truth: True mask: 1 for the object, 0 for the background, `IGNORED` for pixels that are not
             scored.
-        mass: Share of the attention to patches that each predicted mask covers.
+        mass: Fraction of the attention to patches that each predicted mask covers.
     """
     entropy = entropy_share(maps)
     patch_share = maps.sum((1, 2)).numpy()
@@ -364,10 +365,9 @@ def patch_shares(maps: Maps) -> Float64[Tensor, "*some patches"]:
 
 
 def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
-    """Return, for each attention map, the smallest set of patches that covers a share of its sum.
+    """Return, for each attention map, the fewest patches that contain `mass` times its sum.
 
-    The share is `mass`. Among patches of equal attention, those that come first in row-major order
-    are taken first.
+    Patches of equal attention are taken in row-major order.
 
     Source: `threshold` in visualize_attention.py of DINO.
     """
@@ -384,8 +384,11 @@ def mask_counts(
 ) -> Counts:
     """Compare patch masks with a true mask at its full size, and return pixel counts.
 
-    A pixel belongs to the patch that contains its centre ("nearest-exact" of torch). The pixels of
-    each patch are counted once for all masks. The counts have the format of `ObjectCounts`.
+    A pixel belongs to the patch that contains its centre ("nearest-exact" of torch).
+
+    Returns:
+        A row for each mask, as in `ObjectCounts`: pixels of the object in both masks, in the patch
+        mask and in the true mask, and all scored pixels.
     """
     heads, rows, cols = masks.shape
     numbers = torch.arange(rows * cols, dtype=torch.float32).view(1, 1, rows, cols)
@@ -421,8 +424,8 @@ def is_constant(maps: Maps) -> Bool[Tensor, " *some"]:
 def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool) -> Iterator[Score]:
     """Yield the scores of a block over all images.
 
-    With true masks, these are the scores of `METRICS` and the entropy. Without them, only the
-    entropy is scored.
+    With true masks, these are the Jaccard indices in `METRICS` and the entropy. Without them, only
+    the entropy is scored.
     """
     num_images = len(results)
     shared = {"degenerate_percent": 100 * float(np.mean([one.is_degenerate for one in results]))}

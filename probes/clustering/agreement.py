@@ -48,7 +48,7 @@ def contingency_table(
     num_clusters: int,
     num_classes: int,
 ) -> Table:
-    """Count the images in each combination of a cluster and a class."""
+    """Return the number of images in each pair of a cluster (row) and a class (column)."""
     cells = clusters * num_classes + classes
     counts = np.bincount(cells, minlength=num_clusters * num_classes)
     return counts.reshape(num_clusters, num_classes).astype(np.int64)
@@ -118,9 +118,10 @@ def purity(table: Table) -> Scores:
 
 
 def match_clusters(table: Table) -> Assignment:
-    """Match each cluster to at most one class, and each class to at most one cluster.
+    """Return the class of each cluster in the one-to-one matching with the highest accuracy.
 
-    The Hungarian algorithm finds the matching with the highest accuracy.
+    The Hungarian algorithm finds this matching. If there are more clusters than classes, the
+    remaining clusters get -1.
     """
     assignment = np.full(table.shape[:-1], -1)
     for index in np.ndindex(table.shape[:-2]):
@@ -130,7 +131,7 @@ def match_clusters(table: Table) -> Assignment:
 
 
 def majority_classes(table: Table) -> Assignment:
-    """Assign each cluster to its most frequent class. Several clusters may share a class.
+    """Return the most frequent class of each cluster. Several clusters may share a class.
 
     With this assignment, scores grow with the number of clusters. Scores are perfect if each image
     has its own cluster.
@@ -180,11 +181,11 @@ SCORES: Mapping[str, Callable[[Table], Scores]] = MappingProxyType(
 def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[str, Baseline]:
     """Return the better of two baselines that ignore the images, for each metric.
 
-    The first baseline draws random clusters of the same sizes. Random clusters have an expected
-    `ami` and `ari` of 0, and an expected `nmi` with a closed form. Other metrics are averaged over
-    100 random contingency tables, or 10 if the table is large. The second baseline puts all images
-    into one cluster, which has a high score if one class is frequent. Undefined metrics are left
-    out.
+    The first baseline assigns images to random clusters of the same sizes. Its expected score is 0
+    for `ami` and `ari`. For `nmi`, it is computed exactly. Other metrics are averaged over 100
+    random contingency tables, or 10 if the table is large. For these other metrics only, the second
+    baseline puts all images into one cluster. It has a high score if one class is frequent. If
+    there is only one class, `ami`, `ari` and `nmi` are undefined and left out.
     """
     used = table[table.sum(1) > 0][:, table.sum(0) > 0]
     draws = 100 if used.size <= _MANY_CELLS else 10
@@ -247,8 +248,8 @@ def expected_information(
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
     """Return the expected mutual information in nats of two random partitions.
 
-    The expected value is the mean over all permutations of the items. If several tables share a
-    term, it is computed only once.
+    The expected value is the mean over all permutations of the items. If many terms are equal, also
+    in different tables, they are computed only once.
 
     Args:
         rows: Sizes of the parts of the first partition.
@@ -289,11 +290,11 @@ def _variance(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 
 
 def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """Return E[x / total * log(x * total / (row * col))] for the count x of each table cell.
+    """Return the expected value of x / total * log(x * total / (row * col)) for each table cell.
 
-    The table is a contingency table of clusters and classes. The count x is hypergeometric: the
-    size of the overlap of two random subsets with `row` and `col` out of `total` items. The sum is
-    limited to the likely values of x.
+    A cell of the contingency table counts the x images of a cluster that belong to a class. The
+    cluster has `row` images, the class has `col`, and the table has `total`. If the cluster is a
+    random subset, x has a hypergeometric distribution. Very unlikely values of x are left out.
     """
     mean = row * col / total
     width = _DEVIATIONS * np.sqrt(_variance(row, col, total)) + _MARGIN
@@ -347,9 +348,10 @@ def estimate_entropy(
 def _sum_tail(
     share: Float64[np.ndarray, "*tables"], total: Float64[np.ndarray, "*tables"]
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
-    """Compute the series sum of (1 - share)^(r - total + 1) / r over all integers r >= total.
+    """Compute the sum of (1 - share)^(r - total + 1) / r over all integers r >= total.
 
-    The series is evaluated as an integral over exp(v) / total.
+    `estimate_entropy` needs it for the values that the sample does not contain. It is computed as
+    an integral over s = exp(v) / total.
     """
     v = np.linspace(-50, 5, 500)
     s, rest = np.exp(v) / total[..., None], 1 - share[..., None]
@@ -415,8 +417,8 @@ def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | N
 
     The intervals come from a jackknife over images. Clusters are matched to classes by the labels
     of the scored images, so the matching is repeated for each left-out image. `miou_majority` has
-    no interval: one image can change the majority class of a cluster, and the score can then change
-    by more than the margin.
+    no interval, because one image can change the majority class of a cluster. The score can then
+    change by more than half the width of a jackknife interval.
 
     Args:
         table: Contingency table of the pixels of all images.
@@ -464,9 +466,9 @@ def _estimate_limit(table: Table) -> Scores:
 
 
 def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
-    """Return an interval around both the score and its bias-corrected value.
+    """Return a jackknife interval that contains a score and its bias-corrected value.
 
-    The margin of the jackknife is added on both sides.
+    It extends beyond both values by the margin, half the width of a jackknife interval.
     """
     center = jackknife.value + jackknife.correction
     return _span_interval(name, jackknife, center, jackknife.margin)
@@ -475,10 +477,10 @@ def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
 def _span_interval(
     name: str, jackknife: Jackknife, center: float, margin: float
 ) -> Interval | None:
-    """Return an interval that covers two estimates of a score, each with its margin.
+    """Return the smallest interval that covers two intervals, clipped to the metric's range.
 
-    The estimates are the jackknife's score and `center`. The interval is clipped to the range of
-    the metric.
+    One is the score of `jackknife` plus or minus its margin. The other is `center` plus or minus
+    `margin`.
     """
     low = min(jackknife.value - jackknife.margin, center - margin)
     high = max(jackknife.value + jackknife.margin, center + margin)

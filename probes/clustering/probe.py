@@ -71,8 +71,9 @@ class Clustering(Probe):
     Attributes:
         protocol: What is clustered: "images" with a class label, or "patches" of the training
             images. With "patches", the pixels of other images are scored.
-        facet: Kind of features, or a list of kinds. For images, the kinds are those of the probe
-            `knn`. For patches, they are those of the probe `correspondence`.
+        facet: Kind of features, or a list of kinds. For images: cls or patch_mean. For patches:
+            token, token_normed, key, query or value. For both: attn_out, attn_skip, mlp_hidden,
+            mlp_out, or a submodule of a block.
         clusters_per_class: Number of clusters divided by the number of classes, or a list of such
             numbers.
         num_restarts: Number of initialisations of k-means. The clusters with the lowest inertia are
@@ -110,9 +111,10 @@ class Clustering(Probe):
 
     @classmethod
     def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
-        """Return the settings that a dataset needs, given the roles in which it can be used.
+        """Return the settings for a dataset with the given roles (possible uses).
 
-        Patches are clustered if the dataset has masks but no class labels.
+        Patches are clustered if the dataset has masks (the role "segmentation") but no class labels
+        (the role "classification").
         """
         needs_patches = "segmentation" in roles and "classification" not in roles
         return {"protocol": "patches"} if needs_patches else {}
@@ -148,10 +150,7 @@ class Clustering(Probe):
         ]
 
     def training_images(self, dataset: Dataset) -> ImageSet | None:
-        """Return the images whose patches are clustered, or None for the protocol "images".
-
-        A protocol is a variant of the probe.
-        """
+        """Return the images whose patches are clustered, or None if whole images are clustered."""
         return None if self.protocol == "images" else dataset.train()
 
     def settings(self) -> dict[str, Any]:
@@ -315,11 +314,18 @@ class Clustering(Probe):
         centers: Mapping[Cell, Sequence[Float[Tensor, "_centers _dim"]]],
         side: int,
     ) -> tuple["PatchLabels", dict[Cell, Integer[np.ndarray, "kmeans images patches"]]]:
-        """Return the label of each scored patch, and the index of its nearest cluster center.
+        """Assign each scored patch to its nearest cluster center.
 
-        The nearest center is found in each k-means model of each block and facet (kind of feature).
-        `centers` contains the centers of these models, and `side` is the number of patches along a
-        side of an image.
+        Args:
+            context: Context of the run, such as the device.
+            extractor: Extractor of the requested layers and facets (kinds of features).
+            images: The scored images.
+            centers: Centers of the k-means models of each layer and facet.
+            side: Number of patches along a side of an image.
+
+        Returns:
+            The number of pixels of each class in each patch, and the index of the nearest center of
+            each patch in each k-means model.
         """
         size, labels = self._image_size(context), list[PatchLabels]()
 
@@ -437,8 +443,8 @@ class PatchLabels(NamedTuple):
     Attributes:
         patches: Index of the patch in each pair. The patches of all images are numbered
             consecutively, row by row.
-        classes: Class in each pair.
-        pixels: Number of pixels of the class in the patch.
+        classes: Index of the class in each pair.
+        pixels: Number of pixels of this class in this patch, for each pair. It is never 0.
     """
 
     patches: Int64[np.ndarray, " pairs"]

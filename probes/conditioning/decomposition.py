@@ -46,7 +46,8 @@ class SoftmaxAttention:
 
     Attributes:
         layer: The original layer. If it has norms of queries and keys, they are applied.
-        qkv: Function from tokens to the queries, keys and values of all heads, tokens x (3 * dim).
+        qkv: Function that computes the queries, keys and values of all heads from the tokens. Its
+            output has the shape tokens x (3 * dim).
         proj: Output projection.
         layer_scale: LayerScale of the output, or the identity.
         num_heads: Number of heads.
@@ -159,7 +160,8 @@ def record_blocks(
     depend on the number of tokens. `context` provides only the device and the progress bar.
 
     Returns:
-        The records of each block, and the input tokens of the encoder's first block for all images.
+        For each block, a `BlockRecord` for each image. Also the tokens of all images that enter the
+        encoder's first block.
 
     Raises:
         CheckpointError: Features are not finite.

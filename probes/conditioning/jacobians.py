@@ -29,15 +29,17 @@ _FAILURE = 0.05
 def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]]:
     """Return the functions whose Jacobians are scored, by name of the function (facet).
 
-    Each function comes with the tokens at which its Jacobian is computed. "attention" and "mlp" map
-    the normed input of a sub-block to its output. Their Jacobians are K and K^ in equation 7 of the
-    paper "Cutting the Skip". "attention_skip" has the Jacobian K + I of equation 8. "block" is the
-    original block with its norms and skips.
+    Each function comes with the tokens at which its Jacobian is computed:
 
-    "dominant" and "perturbation" are the terms of K = B + E in proposition 2. B keeps the attention
-    matrices fixed and differentiates the values. E keeps the values fixed and differentiates the
-    attention matrices. B and E are sums over the heads. They contain the scale 1 / sqrt(head width)
-    of the layer, which the paper omits.
+    - "attention" and "mlp" map the normed tokens to the output of the attention or the MLP. Their
+      Jacobians are K and K-hat in equation 7 of the paper "Cutting the Skip".
+    - "attention_skip" adds the normed tokens to the output of the attention. Its Jacobian is the
+      K + I of equation 8.
+    - "block" is the original block with its norms and skips.
+    - "dominant" and "perturbation" have the Jacobians B and E of K = B + E in proposition 2. B
+      keeps the attention matrices fixed and differentiates the values. E keeps the values fixed and
+      differentiates the attention matrices. B and E are sums over the heads. They contain the scale
+      1 / sqrt(head width) of the layer, which the paper omits.
 
     A facet is left out if the block cannot be split into the parts that the facet needs. "block" is
     left out if the block, called alone, does not reproduce its output in the encoder.
@@ -103,10 +105,14 @@ def exact_spectra(record: BlockRecord) -> dict[str, Float64[Tensor, " values"]]:
 
 
 def rank_details(values: Float64[Tensor, " values"]) -> dict[str, Any]:
-    """Compute the rank of a square matrix from its singular values, which are in descending order.
+    """Return the rank of a square matrix, its size, and its condition number without zeros.
 
-    Also return the ratio of the largest to the smallest nonzero singular value. It is useful for
-    singular matrices, whose condition number is infinite.
+    The condition number without zeros is the ratio of the largest to the smallest nonzero singular
+    value. It is useful for singular matrices, whose condition number is infinite. Singular values
+    that are 0 up to rounding count as zeros.
+
+    Args:
+        values: Singular values in descending order.
     """
     noise = len(values) * torch.finfo(torch.float64).eps * values[0]
     rank = int((values > noise).sum())
@@ -225,8 +231,8 @@ def bound_singular_values(
 
     The iterations start from a random vector. k steps give a bidiagonal k x k matrix B, whose
     singular values lie between the smallest and the largest singular value of A. The condition
-    number of A is therefore at least that of B. Its upper bound is finite only if the condition
-    number is at most about k / 5.
+    number of A is therefore at least that of B. An upper bound of it is finite only if the
+    condition number of A is at most about k / 5.
 
     Args:
         matrix: The matrix A.

@@ -56,7 +56,8 @@ class Conditioning(Probe):
     """A probe that measures how close to singular the matrices and Jacobians of each block are.
 
     It scores condition numbers, effective ranks, cosine similarities of tokens, Jacobian norms and
-    CKA. All computations are in float64. All scores except CKA are medians over images and heads.
+    the CKA (similarity) of tokens in different blocks. All computations are in float64. All scores
+    except CKA are medians over images and heads.
 
     Attributes:
         protocol: What is scored. "spectra": attention matrices and outputs of the sub-blocks, and
@@ -117,7 +118,7 @@ class Conditioning(Probe):
         # settings.
         if self.protocol == "checkpoints" and self.compare_to is None:
             raise ConfigurationError(
-                "probe.protocol=checkpoints needs a second encoder to compare with",
+                "probe.protocol=checkpoints compares two encoders, but the second one is not set",
                 hint=("probe.compare_to={checkpoint}",),
             )
         return dataset.images()
@@ -316,9 +317,13 @@ class Conditioning(Probe):
 
 
 def _initialise(encoder: Encoder, seed: int) -> Encoder:
-    """Return a copy of the encoder with the initial weights that belong to `seed`.
+    """Return a copy of the encoder with the random weights with which a run starts.
 
     The encoder must be a checkpoint of `ssl-bench pretrain`.
+
+    Args:
+        encoder: The trained encoder.
+        seed: Seed of the random weights.
     """
     if not isinstance(encoder.module, EncoderModule):
         raise ConfigurationError(
@@ -344,12 +349,10 @@ def _append_ending(stem: Path, ending: str) -> Path:
 
 
 def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix | None) -> None:
-    """Plot each metric against the block index, with a line and a 95 % band per facet.
+    """Plot each metric against the block index, in a chart of its own.
 
-    Each metric has its own panel (chart).
-
-    Facets are the parts of a block, such as its attention and its MLP. Infinite values are marked
-    at the top of a panel. If a CKA matrix is given, it has its own panel.
+    Each facet (part of a block, such as its MLP) has a line with a 95 % band. Infinite values are
+    marked at the top of a chart. If a CKA matrix is given, it also has its own chart.
     """
     # pyplot is not used, because it would change the backend and the open figures of the caller.
     from matplotlib.figure import Figure

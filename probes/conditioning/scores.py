@@ -181,11 +181,10 @@ def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads 
 
 
 def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str, Any]:
-    """Divide the singular values of each matrix by the largest one, and take medians over matrices.
+    """Return a median spectrum: singular values as fractions of the largest one of their matrix.
 
-    Each median is taken over images and heads, for one position in the sorted singular values. At
-    most `_STORED_VALUES` medians are returned, for evenly spaced positions. The positions, counted
-    from 0, are returned, too.
+    For each position in the sorted singular values, the median is taken over images and heads. At
+    most `_STORED_VALUES` evenly spaced positions are returned, together with their indices.
     """
     largest = values[..., :1]
     shares = values / largest.where(largest > 0, 1.0)
@@ -294,7 +293,8 @@ def _term_scores(
     """Score the norms of the two terms of the attention Jacobian, and their ratio.
 
     The terms are "dominant" and "perturbation" (see `block_functions`). The norms are spectral
-    norms, and the ratio is perturbation / dominant.
+    norms, and the ratio is perturbation / dominant. `suffix` is appended to the names of the
+    metrics.
     """
     if "perturbation" not in norms:
         return []

@@ -117,10 +117,18 @@ class HeadTraining:
         progress: Progress,
         journal: Journal,
     ) -> DepthHeads:
-        """Train the heads on the chosen images.
+        """Train a head for each pair of a source (group of layers) and a learning rate.
 
-        If `journal` contains the state of an interrupted training, continue from there. The heads
-        of a source do not depend on which other sources are trained.
+        The heads of a source do not depend on which other sources are trained.
+
+        Args:
+            features: Features and depth maps of all training images.
+            sources: Layers whose concatenated features a head receives, for each source.
+            entries: Indices of the images to train on.
+            device: Device of the heads.
+            progress: Function that shows a progress bar.
+            journal: File that stores the state of the training. If it contains the state of an
+                interrupted training, this training is continued.
         """
         state: dict[str, Any] = journal.entries[-1] if journal.entries else {}
         start = time.monotonic() - state.get("seconds", 0.0)
@@ -244,10 +252,11 @@ class PositiveSums(torch.autograd.Function):
     """An autograd function that upsamples logits and computes two sums over the bins of each pixel.
 
     The first is the sum of the positive logits times the depths of the bins. The second is the sum
-    of the positive logits. A cell is the area between the centres of four patches, whose logits are
-    interpolated at its pixels. Upsampled logits are computed in pieces that fit into the cache, and
-    computed again in the backward pass. For one head and an image of 37 x 37 patches, all upsampled
-    logits would take 22 MB.
+    of the positive logits. The result is ordered by cells. A cell is the area between the centres
+    of four patches, and the logits of its pixels are interpolated from these patches.
+
+    To save memory, upsampled logits are computed in pieces, and computed again in the backward
+    pass. For one head and an image of 37 x 37 patches, all upsampled logits would take 22 MB.
     """
 
     @staticmethod
@@ -281,10 +290,10 @@ class PositiveSums(torch.autograd.Function):
 def _corners(
     padded: Float[Tensor, "maps tall wide bins"], maps: slice, rows: slice
 ) -> list[Float[Tensor, "some_maps some_rows cell_cols bins"]]:
-    """Return four views with the patches at the four corners of all cells.
+    """Return the patches at each of the four corners of some cells, as views of `padded`.
 
-    A cell is the area between four patch centres. Only the chosen maps and rows of cells are
-    returned.
+    A cell is the area between the centres of four patches. `maps` selects some maps, and `rows`
+    selects some rows of cells.
     """
     above, below = padded[maps, rows], padded[maps, rows.start + 1 : rows.stop + 1]
     return [side for row in (above, below) for side in (row[:, :, :-1], row[:, :, 1:])]
@@ -293,9 +302,10 @@ def _corners(
 def _upsample(
     padded: Float[Tensor, "maps tall wide bins"],
 ) -> Iterator[tuple[tuple[slice, slice], Float[Tensor, "pixels maps rows cell_cols bins"]]]:
-    """Upsample logits in pieces that fit into the cache.
+    """Upsample logits in pieces of at most `PIECE_BYTES`, unless a single row of cells is larger.
 
-    For each piece, yield its maps and rows, and its logits, with negative logits replaced by 0.
+    For each piece, yield the slices of its maps and of its rows of cells. Also yield its upsampled
+    logits, with negative logits replaced by 0.
     """
     weights = corner_weights(UPSAMPLING, padded.device).to(padded)
     maps, tall, wide, bins = padded.shape

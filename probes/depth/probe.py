@@ -390,8 +390,8 @@ class DepthRun:
         If `mean_depth` is given, the baseline predicts it for every image.
 
         Returns:
-            The metrics of the heads, and those of the baseline. Without `mean_depth`, the second
-            array is empty.
+            The metrics of the heads [images, sources, rates, metrics], and those of the baseline
+            [images, metrics]. Without `mean_depth`, the second array is empty.
 
         Raises:
             DataError: An image has no pixel with a known depth between the bounds.

@@ -61,8 +61,9 @@ class ImagePass:
 
     Attributes:
         probe: Probe with the attributes `facets`, `resize`, `crop_share` and `num_workers`. Facets
-            are keys of `IMAGE_FACETS`, or facets from inside a block. `crop_share` is the side of
-            the central square as a fraction of the shorter side.
+            (kinds of features) are keys of `IMAGE_FACETS`, or outputs from inside a block, such as
+            "mlp_out". `crop_share` is the side of the central square as a fraction of the shorter
+            side.
         context: Context of the probe.
         batch_size: Maximum number of images in a forward pass of the encoder.
     """
@@ -72,7 +73,7 @@ class ImagePass:
     batch_size: int
 
     def layers_per_pass(self, num_images: int, memory_gib: float) -> int:
-        """Return how many layers can keep their features of all images in memory, at least 1."""
+        """Return for how many layers the features of all images fit into memory, at least 1."""
         extractor = self._extractor(self.context.layers)
         width = sum(vector_width(extractor, facet) for facet in self.probe.facets)
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))

@@ -45,10 +45,9 @@ def map_ahead(
 
     Args:
         function: Function to call for each item.
-        items: Arguments of the function. At most `max_ahead` of them are read before their results
-            are needed.
+        items: Arguments of the function, one for each call. An item is read when its call starts.
         workers: Number of threads.
-        max_ahead: Maximum number of results that are computed before they are needed.
+        max_ahead: Maximum number of calls that are started before their results are needed.
     """
     pool = ThreadPoolExecutor(workers)
     try:
@@ -84,18 +83,22 @@ def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> i
 def extract(
     extractor: FeatureExtractor, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
-    """Compute the features of each layer for a batch, and sums that reveal non-finite features.
+    """Compute the features of each layer for a batch, and sums that show whether they are finite.
 
-    `fetch_finite` checks the sums.
+    Unless the images are on a CUDA GPU, the sums are checked here. For a GPU, `fetch_finite` checks
+    them later, so that the CPU does not wait for the GPU twice.
 
     Args:
         extractor: Extractor of one facet (kind of feature).
         images: RGB in [0, 1].
         ids: Image ids for error messages.
 
+    Returns:
+        Features by layer, and the sum of the features of each image in each layer. A sum is NaN or
+        infinite if one of its features is.
+
     Raises:
-        CheckpointError: A feature is not finite. On a GPU, `fetch_finite` raises this error
-            instead, so that the CPU need not wait here.
+        CheckpointError: A feature is not finite. For a CUDA GPU, `fetch_finite` raises this error.
     """
     features, sums = extractor.extract_unchecked(images)
     if not sums.is_cuda:
@@ -162,13 +165,12 @@ def extract_float16(
 def to_float16(
     features: Float[Tensor, "batch rows cols dim"],
 ) -> tuple[Half, Float[Tensor, " batch"]]:
-    """Round features to float16, after scaling images whose features do not fit its range.
+    """Round features to float16. If those of an image are too small or too large, scale them first.
 
     Float16 has ten bits of precision only between 2^-14 and 65504. If the largest absolute feature
     of an image is below 2^-6 or above 65504, all of its features are divided by a power of two. The
-    division is exact, and the largest feature is then near 2^14. The scale depends only on the
-    features of the image in this layer. It is therefore the same in all batches, and for stored and
-    recomputed features.
+    division is exact, and the largest feature is then near 2^14. The power of two depends only on
+    the features of this image in this layer, not on other images of the batch.
 
     Returns:
         The rounded features, and the power of two by which each image was divided.
@@ -182,7 +184,9 @@ def to_float16(
 def undo_scaling(
     halves: Float[Tensor, "layers batch rows cols dim"], scales: Scales
 ) -> Float[Tensor, "layers batch rows cols dim"]:
-    """Multiply features by their scales, in float32. If all scales are 1, return them unchanged.
+    """Return features multiplied by their scales, in float32.
+
+    If all scales are 1, the float16 features are returned unchanged.
 
     Args:
         halves: Features from `to_float16`, on any device.

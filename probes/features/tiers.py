@@ -112,10 +112,11 @@ class StoredFeatures:
     passes: int = 1
 
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
-        """Return a function that reads the features of `layers`, in this order, batch by batch.
+        """Return a function that reads stored features batch by batch.
 
-        The function takes the entries (indices of views) of each batch. The features are first
-        copied to the GPU if they take at most half of its free memory.
+        The argument of this function is a list with the entries (indices of views) of each batch.
+        It yields the batches in this order. The layers of a batch are in the order of `layers`. If
+        the features take at most half of the free GPU memory, all are copied to the GPU first.
         """
         indices = [self.layers.index(layer) for layer in layers]
         first, stop = min(indices), max(indices) + 1
@@ -169,13 +170,14 @@ class StreamedFeatures:
 
     @property
     def passes(self) -> int:
-        """Number of times that this run has encoded all training views, rounded up."""
+        """Number of encoded views, divided by the number of all training views and rounded up."""
         return -(-self._num_computed // len(self.present))
 
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
-        """Return a function that computes the features of `layers`, in this order, batch by batch.
+        """Return a function that computes features batch by batch.
 
-        The function takes the entries (indices of views) of each batch.
+        The argument of this function is a list with the entries (indices of views) of each batch.
+        It yields the batches in this order. The layers of a batch are in the order of `layers`.
         """
 
         def read(batch_entries: BatchEntries) -> Iterator[FeatureBatch]:
@@ -230,23 +232,25 @@ class TrainingPass:
         memory_gib: float | None = None,
         disk_gib: float | None = None,
     ) -> TrainingFeatures:
-        """Provide the features of the training images from memory, from a file, or as a stream.
+        """Return the features of the training images, either stored or recomputed for each batch.
 
-        Features are computed and stored now, unless an earlier run has stored them or they are
-        streamed. All images are always read, because their labels are needed. An unreadable image
-        is therefore found before training.
+        All images are read now, because their labels are needed. An unreadable image is therefore
+        found before training.
 
         Args:
             folder: Folder of the feature files.
-            tier: How the features are provided. "auto" selects "memory" if features and labels fit
-                into memory. Otherwise, it selects "disk" if they fit there or if an earlier run has
-                stored the features, and "stream" if not.
-            memory_gib: Limit for the memory in GiB. None for half of the free memory.
-            disk_gib: Limit for the disk in GiB. None for half of the free space.
+            tier: Storage of the features. "memory" computes them now and keeps them in memory.
+                "disk" also computes them now, unless an earlier run has stored them in `folder`.
+                "stream" recomputes them each time they are read. "auto" selects the first of these
+                that fits its limit. It also selects "disk" if an earlier run has stored the
+                features but they do not fit into memory.
+            memory_gib: Limit for "auto" of the memory for features and labels in GiB. None for half
+                of the free memory.
+            disk_gib: The same limit for the disk. None for half of the free space.
 
         Raises:
             CheckpointError: A feature is not finite.
-            MachineError: The memory or the disk is too small.
+            MachineError: The disk is full, or the folder cannot be written.
         """
         side, layers = self.image_size // self.extractor.patch_size, self.extractor.layers
         entries, size = len(self.indices) * self.views.count, self.label_size
@@ -294,9 +298,10 @@ class TrainingPass:
         labels: UInt8[Tensor, "entries size size"] | None = None,
         put: Put | None = None,
     ) -> None:
-        """Read all views of the training images, and fill `present` and `labels` with their labels.
+        """Read all views of the training images, and write their labels into the given tensors.
 
-        If `put` is given, also compute the features, and call `put` to store them.
+        In `present`, the labels of each view are marked with true. `labels` receives the label map
+        of each view. If `put` is given, also compute the features, and call `put` to store them.
         """
         for entries, batch_labels, halves, scales in self.read_views(encode=put is not None):
             for entry, values in zip(entries, batch_labels, strict=True):
@@ -310,13 +315,14 @@ class TrainingPass:
     def read_views(
         self, *, encode: bool = False
     ) -> Iterator[tuple[list[int], UInt8[Tensor, "batch size size"], list[Half], Scales]]:
-        """Read the training images in batches, and yield the views of each batch.
+        """Read the training images in batches, and yield their views in batches, too.
 
-        For each batch and view number, yield the entries (indices of views), labels, features and
-        scales.
+        Each batch of images is yielded once for each view number: first view 0 of all its images,
+        then view 1, and so on. An item contains the entries (indices of views), the label maps, the
+        features of each layer, and the scales for `undo_scaling`.
 
         Args:
-            encode: Whether to compute the features. If false, the list of features is empty.
+            encode: Whether to compute the features. If false, features and scales are empty.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -346,15 +352,15 @@ class TrainingPass:
         """Decode training images and compute their features batch by batch, without storing them.
 
         The features are rounded to float16, like stored features. On a CPU, the features of an
-        image do not depend on the other images in the batch. On a GPU, this depends on the library
-        that computes matrix products.
+        image do not depend on the other images in the batch. On a GPU, the library for matrix
+        products may round differently for another batch.
 
         Args:
-            layers: Some layers of the extractor.
+            layers: Layers whose features are returned. They must be layers of the extractor.
             batch_entries: The entries (indices of views) of each batch.
             device: Device of the batches.
-            allow_scaled: Whether to return scaled float16 features, without `undo_scaling`. These
-                are sufficient if all vectors are L2-normalised later.
+            allow_scaled: Whether to leave out `undo_scaling`, and return float16 features that may
+                be scaled. These are sufficient if all vectors are L2-normalised later.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -382,7 +388,10 @@ class TrainingPass:
         return [(sample.image_id, image, resize_mask(mask, size, size)) for image, mask in views]
 
     def header(self) -> dict[str, Any]:
-        """Return all values that stored features depend on, as JSON types."""
+        """Return the values that stored features depend on, such as encoder, layers and image ids.
+
+        The values are JSON types.
+        """
         ids = "\n".join(self.images.ids[index] for index in self.indices)
         return {
             "version": VERSION,
@@ -415,9 +424,9 @@ class FeatureFile:
 
     The array is float16 with the dimensions layer, entry (view of an image), row, column and
     channel. The JSON file contains the scales of `undo_scaling`, one checksum of features and
-    scales, and a header. The header lists all values that the features depend on. Both file names
-    contain a digest of the header, so a run with a different header does not find the files. The
-    files may be deleted at any time.
+    scales, and a header. The header lists all values that the features depend on, such as the
+    encoder and the image ids. Both file names contain a digest of the header. Runs with other
+    encoders or images therefore use other files. The files may be deleted at any time.
 
     The checksum is verified once, when a run opens the files. Then the array is memory-mapped. If
     another process deletes or replaces the files, the run keeps the old array. Later changes inside
@@ -481,8 +490,8 @@ class FeatureFile:
         """Write features to the array file and the JSON file, and memory-map them.
 
         Args:
-            fill: Function that stores all features. Its argument is a function `put`, which it must
-                call for each layer and batch.
+            fill: Function that computes all features. It receives a function `put`, and must call
+                put(layer index, entries, features, scales) for each layer and batch.
 
         Raises:
             MachineError: The disk is full or the folder cannot be written. If the disk is already
@@ -515,7 +524,8 @@ class FeatureFile:
         except OSError as error:
             raise MachineError(
                 f"cannot write {self._num_bytes / GIB:.1f} GiB of features to {self.folder}: "
-                f"{error.strerror or error}. Choose another folder, or store no features",
+                f"{error.strerror or error}. Store them in another folder, or recompute them in "
+                "each epoch",
                 hint=("probe.cache={folder}", "or", "probe.tier=stream"),
             ) from error
         return blocks, torch.from_numpy(scales)
@@ -568,8 +578,8 @@ def create_array_file(
             return torch.from_numpy(np.memmap(file, dtype, "w+", shape=shape))
     except OSError as error:
         raise MachineError(
-            f"cannot write {num_bytes / GIB:.1f} GiB to {folder}: {error.strerror or error}. "
-            "Choose another folder",
+            f"cannot write a temporary file of {num_bytes / GIB:.1f} GiB to {folder}: "
+            f"{error.strerror or error}. Choose another folder",
             hint=("probe.cache={folder}",),
         ) from error
 

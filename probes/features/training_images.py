@@ -103,7 +103,8 @@ class Shots:
 
     Attributes:
         indices: Indices of all drawn images in the training set, in ascending order.
-        positions: Position in `indices` of each drawn image, by draw, class and random order.
+        positions: Position in `indices` of each drawn image. The images of a class (last axis) are
+            in random order.
     """
 
     indices: tuple[int, ...]
@@ -128,7 +129,7 @@ class Shots:
         if counts[rarest] < per_class:
             raise DataError(
                 f"class {images.class_names[rarest]} of {images.name} {images.split} has "
-                f"{counts[rarest]} images, expected at least {per_class} for the requested shots",
+                f"{counts[rarest]} images, expected at least {per_class} for probe.shots",
                 hint=("probe.shots={smaller}",),
             )
         orders = [np.random.default_rng([seed, n]).permutation(len(labels)) for n in range(draws)]
@@ -157,16 +158,17 @@ def require_labels(images: ImageSet) -> Sequence[int]:
     labels: Sequence[int] | None = getattr(images, "labels", None)
     if labels is None:
         raise DataError(
-            f"{images.name} {images.split} has no list of labels, so its classes are unknown until "
-            "the images are read. Leave out probe.shots and probe.pool"
+            f"{images.name} {images.split} has no list of labels, which probe.shots and probe.pool "
+            "need before any image is read. Leave out these two settings"
         )
     return labels
 
 
 def shot_counts(shots: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the numbers of training images of each class (shots), distinct and in ascending order.
+    """Return the distinct values of `probe.shots` in ascending order.
 
-    Return an empty tuple if all images are used.
+    A shot is a training image of a class. Return an empty tuple if `shots` is None, which means
+    that all training images are used.
 
     Raises:
         ConfigurationError: The list is empty.
@@ -209,24 +211,25 @@ def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
 
 
 def reject_single_block(spec: FacetSpec | None, layers_mode: str) -> None:
-    """Raise a ConfigurationError if features of a single block are requested for multi-block heads.
+    """Raise a ConfigurationError if a head needs several blocks, but the facet names only one.
 
-    A facet (kind of feature) can name a submodule of one block. `layers_mode` states how many
-    blocks a head receives.
+    A facet (kind of feature) can be a submodule of one block, such as "blocks.7.mlp". A head needs
+    several blocks if `layers_mode` is not "single".
     """
     if spec and spec.block is not None and layers_mode != "single":
         raise ConfigurationError(
-            f"probe.facet must name every block (*) for probe.layers_mode={layers_mode}, got block "
-            f"{spec.block}"
+            f"probe.layers_mode={layers_mode} needs features of several blocks, but probe.facet "
+            f"names only block {spec.block}. Replace this index by *, as in blocks.*.mlp"
         )
 
 
 def parse_patch_facet(facet: str, norm: str) -> FacetSpec:
-    """Parse the setting `facet` of a probe, which names a kind of patch features.
+    """Return the kind of patch features that the settings `facet` and `norm` of a probe select.
 
     Args:
         facet: Name from the user, such as "token" or "key".
-        norm: "final" selects tokens after the encoder's final norm. Other values are ignored.
+        norm: "final" turns the facet "token" into "token_normed", the tokens after the encoder's
+            final norm. Other values have no effect.
 
     Raises:
         ConfigurationError: The facet is unknown, or `norm` is "final" and the facet is not "token".
@@ -236,8 +239,8 @@ def parse_patch_facet(facet: str, norm: str) -> FacetSpec:
         return spec
     if spec.names != ("token",):
         raise ConfigurationError(
-            "probe.norm=final applies the encoder's final norm, which needs the facet token, got "
-            f"the facet {facet}",
+            "probe.norm=final applies the encoder's final norm to the output of a block, so "
+            f"probe.facet must be token, got {facet}",
             hint=("probe.facet=token",),
         )
     return FacetSpec(("token_normed",), None)
@@ -294,7 +297,7 @@ class WholeImage(TrainingViews):
 class CentralSquare(TrainingViews):
     """The central square of an image that has a class but no mask.
 
-    The mask of the view is a single zero.
+    Every view must have a mask, so it gets a meaningless mask of one pixel with the label 0.
 
     Attributes:
         share: Ratio of the square's side to the shorter side of the image.
@@ -354,10 +357,10 @@ class ResizedCrops(TrainingViews):
 class ScaledCrops(TrainingViews):
     """Square crops of a randomly resized image. Each crop is mirrored with probability 0.5.
 
-    The shorter side of the resized image is a random factor times the side of the crop. The image
-    is reduced further if its longer side would exceed four times this length. If the image is
-    smaller than the crop, the rest of the crop is filled with the mean colour and ignored in the
-    mask.
+    The shorter side of the resized image is a random factor times the side of the crop. If the
+    aspect ratio of the image is above 4, its longer side gets four times this length instead. If
+    the resized image is smaller than the crop, the rest of the crop is filled with the mean colour
+    and ignored in the mask.
 
     Attributes:
         seed: Seed of the crops.
@@ -411,10 +414,10 @@ class ScaledCrops(TrainingViews):
 def make_views(
     crops: str, count: int, seed: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
 ) -> TrainingViews:
-    """Return the method that makes training views, as selected by the setting `crops` of a probe.
+    """Return the method that makes training views of an image.
 
-    `count` is the number of views of each image. `mean` is the colour that fills scaled crops
-    outside the image.
+    `crops` is "whole" (resized image), "resized" or "scaled" (two kinds of random crops). `count`
+    is the number of views of each image. `mean` is the colour outside the image in scaled crops.
     """
     if crops == "resized":
         return ResizedCrops(count, seed)
@@ -430,7 +433,8 @@ def reject_identical_views(crops: str, count: int) -> None:
     """
     if crops == "whole" and count > 2:
         raise ConfigurationError(
-            f"whole images have one view, or two with their mirror images, got {count} views",
+            "probe.views must be 1, or 2 to add mirror images, because probe.crops=whole makes no "
+            f"further views, got {count}",
             hint=("probe.views=1", "or", "probe.views=2"),
         )
 

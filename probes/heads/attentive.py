@@ -33,12 +33,13 @@ _QUERY_DEVIATION = 0.02
 class AttentivePooling:
     """Training of attentive heads, which pool the patches of an image with learned queries.
 
-    The heads are trained with LARS. The published code of Efficient probing uses learning rates of
-    0.1 to 1.5 for batches of 256 images, and 90 epochs of random crops.
+    The heads are trained with the optimizer `LARS`. The published code of the paper (see the top of
+    this file) uses learning rates of 0.1 to 1.5, batches of 256 images, and 90 epochs of random
+    crops.
 
     Attributes:
         queries: Number of queries of each head, which must divide the encoder's number of channels.
-            Each query pools an equal share of the channels.
+            With 384 channels and 32 queries, for example, each query pools 12 channels.
         learning_rates: Peak learning rates. One head is trained for each rate, and one of these
             heads is selected afterwards.
         batch_size: Number of images per step. Pooled channels are normalised over these images.
@@ -133,17 +134,19 @@ class AttentiveHeads:
     """Attentive heads, one for each layer (source) and each learning rate (value).
 
     The attention weights of a query are the softmax of its scaled dot products with the patches.
-    Keys are not projected. Each query pools its own share of the channels of the value projection.
-    The pooled channels are batch-normalised without scale and shift, and classified by a linear
-    layer.
+    Patches are used as keys without a projection. Each query pools dim / queries output channels of
+    the value projection. The pooled channels are batch-normalised without scale and shift, and
+    classified by a linear layer.
 
     Attributes:
-        value: Value projection without a bias. Each query has an equal share of its rows.
-        mean: Running mean of the pooled channels, with which scored images are normalised.
-        variance: Running variance of the pooled channels.
+        value: Value projection without a bias. The first dim / queries rows belong to the first
+            query, and so on.
+        mean: Running mean of the pooled channels over training batches. It normalises the channels
+            of images that are scored after the training.
+        variance: Running variance of the pooled channels, used in the same way.
 
-    Source: `poolings/ep.py` and `probe_heads.py` of Efficient probing, with one attention head and
-    `d_out=1`.
+    Source: `poolings/ep.py` and `probe_heads.py` of Efficient probing (see the top of this file),
+    with one attention head and `d_out=1`.
     """
 
     query: Float[Tensor, "sources values queries dim"]
@@ -214,9 +217,9 @@ class AttentiveHeads:
     def logits(
         self, source: int, tokens: Float[Tensor, "batch tokens dim"]
     ) -> Float[Tensor, "values batch classes"]:
-        """Return the logits of all heads of a source (layer) for scored images.
+        """Return the logits of all heads of a source (layer), after the training.
 
-        The pooled channels are normalised with the running mean and variance.
+        The pooled channels are normalised with the running mean and variance, not over the batch.
         """
         pooled = pool_tokens(tokens, self.query[source], self.value[source])
         deviation = (self.variance[source] + _EPSILON).sqrt()[:, None]
@@ -259,14 +262,15 @@ class TrainedAttentiveHeads:
 
 @dataclass(frozen=True)
 class LARS(HeadOptimizer):
-    """Momentum optimizer that scales each gradient to a fraction of the norm of its parameter.
+    """Optimizer with momentum that adapts the step size to the norm of each parameter.
 
+    The gradient of a matrix, such as the weight of a head, is scaled until its norm is `trust`
+    times the norm of the matrix. Gradients of vectors, such as the bias of a head, are not scaled.
     The first two axes of a parameter are sources (layers) and values (learning rates). Norms are
-    computed separately for each head. Gradients of vectors, such as the bias of a head, are not
-    scaled.
+    computed separately for each of these heads.
 
-    Source: You et al., https://arxiv.org/abs/1708.03888, as in `util/lars.py` of Efficient probing,
-    without weight decay.
+    Source: You et al., https://arxiv.org/abs/1708.03888, as in `util/lars.py` of Efficient probing
+    (see the top of this file), without weight decay.
     """
 
     momentum: float = 0.9

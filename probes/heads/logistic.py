@@ -100,8 +100,8 @@ class LogisticRegression(Training):
     ) -> TrainedHeads:
         """Train one head for each source (group of layers) and each value of C.
 
-        The training involves no randomness. The journal is ignored, so an interrupted training
-        starts from the beginning.
+        The training involves no randomness. The journal (a file with unfinished work) is ignored,
+        so an interrupted training starts from the beginning.
         """
         del journal
         start = time.monotonic()
@@ -200,10 +200,10 @@ def hessian_inverse(
     (1 - f) times the covariance of the features, plus the penalty.
 
     Args:
-        covariances: Covariance of the features of each source.
+        covariances: Covariance of the features of each source (group of layers).
         scale: Factor by which each channel is multiplied before it enters a head.
-        penalty: Weight of the squared norm in the loss of each head.
-        frequencies: Frequency of each class.
+        penalty: Second derivative of the penalty on the weights of each head.
+        frequencies: Fraction of the training labels that belong to each class.
     """
     classes, dim = len(frequencies), scale.shape[1]
     variances, axes = torch.linalg.eigh(covariances * scale[:, :, None] * scale[:, None])
@@ -321,7 +321,8 @@ def _descent_direction(
 ) -> _Values:
     """Return the search direction of L-BFGS, computed by the two-loop recursion.
 
-    It is the negative gradient times an approximation of the inverse Hessian.
+    It is the negative gradient times an approximation of the inverse Hessian. `pairs` contains the
+    last steps, and the changes of the gradient in these steps.
     """
     direction, shares = gradient.clone(), []
     for step, change, weight in reversed(pairs):

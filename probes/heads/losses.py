@@ -42,12 +42,16 @@ Logits = Float[Tensor, "heads classes batch rows cols"]
 class PixelTargets:
     """Labels of a batch in the form that a segmentation loss needs. All heads share them.
 
+    The loss of a pixel is the logsumexp of its class logits minus the logit of its true class.
+
     Attributes:
-        label_weights: Weight of each patch logit in the sum of the true-class logits of all pixels.
-            The logits of a pixel are weighted sums of patch logits.
-        counted: Weight of each pixel in the loss, or 0 if the pixel is ignored. Pixels are grouped
-            by cells. A cell is the area between four patch centers, whose pixels depend on the
-            logits of these patches. Losses on whole patches have a single weight for each patch.
+        label_weights: Weights of the patch logits. The sum of label_weights * logits is the sum of
+            the true-class logits of all labelled pixels. `MajorityLoss` and `LabelLoss` treat each
+            patch as one pixel.
+        counted: Weight of the logsumexp of each pixel, or 0 if the pixel is ignored.
+            `UpsampledLoss` groups pixels by cells. A cell is the area between four patch centers.
+            `ResampledLoss` has one weight for each pixel of the label maps (shape 1 batch height
+            width). All other losses have one weight for each patch (shape 1 batch rows cols).
     """
 
     label_weights: Float[Tensor, "classes batch rows cols"]
@@ -89,7 +93,10 @@ class PixelLoss:
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
-        """Return the loss of each head, summed over the labelled pixels, and its gradients."""
+        """Return the loss of each head, summed over the labelled pixels, and its gradient.
+
+        The gradient is with respect to `logits`.
+        """
         label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
         probabilities = logits.softmax(1)
         loss = (logsumexp(logits, probabilities, 1) * counted).flatten(1).sum(1)
@@ -154,10 +161,10 @@ class LabelLoss(PixelLoss):
 class UpsampledLoss(PixelLoss):
     """Cross-entropy of bilinearly upsampled logits against label maps.
 
-    The side of the label maps is a multiple of the side of the token grid. A cell is the area
-    between the centers of four patches, whose logits are interpolated at its pixels. The loss of a
-    pixel is its log-normaliser minus the logit of its true class. The logits of the true classes
-    are summed without upsampling, so only the log-normalisers need upsampled logits.
+    The side of the label maps is a multiple of the side of the token grid. The loss of a pixel is
+    its log-normaliser (the logsumexp of its class logits) minus the logit of its true class. Only
+    the log-normalisers need upsampled logits. The logits of the true classes are summed without
+    upsampling, as weighted sums of patch logits.
 
     Attributes:
         factor: Ratio of the side of the label maps to the side of the token grid, or None for label
@@ -292,14 +299,17 @@ def summed_logsumexp(
     """Sum the log-normalisers of all pixels for each head, and compute the gradients of the sums.
 
     The log-normaliser of a pixel is the logsumexp over the classes of its bilinearly upsampled
-    logits. The logits are processed in pieces. On CUDA, a Triton kernel computes float32 pieces
-    whose cells have at most 32 x 32 pixels, if Triton can compile it. Otherwise, PyTorch computes
-    each piece. On a CPU, the pieces fit into the cache.
+    logits. To limit the memory, the logits are processed in pieces. On a CPU, the pieces fit into
+    the cache. On CUDA, a Triton kernel computes the pieces if the logits are float32, the cells
+    have at most 32 x 32 pixels, and Triton can compile it. Otherwise, PyTorch computes them.
 
     Args:
         logits: Logits of the patches. The largest logit of each patch must be 0.
         counted: Weight of each pixel in the sum. A cell is the area between four patch centers, and
             its pixels are in row-major order.
+
+    Returns:
+        The sum for each head, and its gradient with respect to `logits`.
     """
     weights = corner_weights(round(len(counted) ** 0.5), logits.device)
     padded = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")
@@ -342,8 +352,7 @@ def _sum_piece(
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
     """Sum the log-normalisers of upsampled logits for each head, and compute the gradients.
 
-    The gradients are those with respect to the four patches at the corners of each cell, the area
-    between four patch centers.
+    Arguments and results are those of `sum_with_kernel`.
     """
     corners, weight, matrix = torch.stack(_corners(padded)), counted[:, None], weights.to(padded)
     is_product = torch.zeros(len(padded), dtype=torch.bool)
@@ -374,9 +383,10 @@ def _exponentials(
 ) -> Float[Tensor, "pixels values"]:
     """Return the exponentials of bilinearly upsampled logits, computed mostly by multiplication.
 
-    Within a cell (the area between four patch centers), the logit at the pixel (x, y) is a + bx +
-    cy + dxy. The exponential at a pixel is therefore that of its neighbour times a ratio.
-    Multiplication is faster than the exponential function.
+    `corners` contains the logits of the four patches around each cell, the area between four patch
+    centers. Within a cell, the logit at the pixel (x, y) is a + bx + cy + dxy. The exponential at a
+    pixel is therefore that of its neighbour times a ratio. Multiplication is faster than the
+    exponential function.
     """
     side = round(len(weights) ** 0.5)
     grid = weights.view(side, side, 4)
@@ -397,9 +407,9 @@ def _exponentials(
 def _corners(
     padded: Float[Tensor, "*some tall wide"],
 ) -> list[Float[Tensor, "*some cell_rows cell_cols"]]:
-    """Return four views with the patches at the four corners of all cells.
+    """Return the upper left, upper right, lower left and lower right patches of all cells.
 
-    A cell is the area between four patch centers.
+    A cell is the area between four patch centers. The results are tensor views of `padded`.
     """
     rows = (padded[..., :-1, :], padded[..., 1:, :])
     return [side for row in rows for side in (row[..., :-1], row[..., 1:])]
@@ -414,7 +424,10 @@ def _add_to_corners(
 
 
 def _fold_edges(padded: Float[Tensor, "*some tall wide"]) -> Float[Tensor, "*some rows cols"]:
-    """Remove the padding, which repeats the outermost patches, and add its values to them."""
+    """Remove the padding of a patch grid, after adding its values to the outermost patches.
+
+    The padding repeats the outermost patches once, so its gradients belong to these patches.
+    """
     for axis in (-2, -1):
         padded.select(axis, 1).add_(padded.select(axis, 0))
         padded.select(axis, -2).add_(padded.select(axis, -1))

@@ -22,6 +22,8 @@ def sum_with_kernel(
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
     """Sum the log-normalisers of upsampled logits for each head, and compute the gradients.
 
+    The log-normaliser of a pixel is the logsumexp over its class logits.
+
     Args:
         padded: Logits of the patches in float32. The patches at the edge of the grid are repeated
             once beyond it.
@@ -29,6 +31,10 @@ def sum_with_kernel(
             centers.
         weights: Bilinear weights of the four patches at the corners of a cell, for each of its
             pixels.
+
+    Returns:
+        The sum for each head, and its gradients with respect to the four corners of each cell. The
+        gradients of a patch in different cells are not added up.
     """
     heads, classes, images, tall, wide = padded.shape
     padded, counted, weights = padded.contiguous(), counted.contiguous(), weights.to(padded)

@@ -138,9 +138,10 @@ def _predict_group(
 class Axis:
     """The pixels along one axis of an image, divided into blocks between the patch centers.
 
-    The outermost patches are repeated beyond the edge, so every pixel lies in a gap between two
-    patch centers. Each gap is cut into equal blocks. The number of blocks per gap is a power of
-    two, so that no position is rounded. The ends of the blocks are the nodes.
+    A block is a run of at most ten pixels. The outermost patches are repeated beyond the edge, so
+    every pixel lies in a gap between two patch centers. Each gap is cut into 1, 2, 4 or more blocks
+    of equal length. With such a power of two, the positions of the block ends are exact. The ends
+    of the blocks are called nodes.
 
     Attributes:
         patches: Number of patches.
@@ -257,7 +258,7 @@ class UndecidedBlocks:
         Args:
             nodes: Logits at the corners of all blocks.
             places: Head, row and column of each undecided block.
-            margin: Difference of logits, for each head, that rounding can cause.
+            margin: Largest difference between two logits that rounding can cause, for each head.
         """
         _, rows, cols, num_classes = nodes.shape
         head, row, col = places
@@ -310,6 +311,8 @@ def _fill_blocks(
     """Write the predicted class of each pixel of the undecided blocks into `predicted`.
 
     Return the pixels whose two largest logits are so close that rounding can change their order.
+    The pixels are indices into the flattened `predicted`. `y` and `x` are its vertical and its
+    horizontal axis.
     """
     num_blocks = max(1, _PIECE_PIXELS // (y.max_block_size * x.max_block_size))
     size = num_blocks * y.max_block_size * x.max_block_size

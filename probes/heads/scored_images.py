@@ -162,10 +162,11 @@ class SlidingWindows:
 class ImageCounts:
     """Numbers of correct, predicted and true pixels of each class and image, for many heads.
 
-    A head predicts few classes in an image. Only predicted classes are therefore stored, each as a
-    column of four numbers: image, head * classes + class, correct pixels, predicted pixels. The
-    counts of true pixels do not depend on the head and are stored once. An image has fewer than
-    2^31 pixels, so int32 is sufficient for its counts. Sums over images are int64.
+    A head predicts few classes in an image, so only predicted classes are stored. Each of them
+    takes four numbers: the index of the image, an index of head and class (head * classes + class),
+    the correct pixels and the predicted pixels. The counts of true pixels do not depend on the head
+    and are stored once. An image has fewer than 2^31 pixels, so int32 is sufficient for its counts.
+    Sums over images are int64.
 
     Attributes:
         total: Numbers of correct, predicted and true pixels, summed over all images.

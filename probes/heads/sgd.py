@@ -59,11 +59,14 @@ class HeadSpec:
 
 
 class Training:
-    """The base class of training methods for heads. Subclasses are dataclasses that configs select.
+    """The base class of training methods for heads, such as logistic regression.
+
+    Subclasses are dataclasses. Their fields are the config keys below `probe.training`.
 
     Attributes:
         hyperparameter: Name of the hyperparameter that differs between heads on the same features,
-            such as "learning_rate". Its values are in the field with the plural of this name.
+            such as "learning_rate". Its values are in the field with the plural of this name, such
+            as `learning_rates`.
         batch_size: Number of images per batch.
     """
 
@@ -76,7 +79,7 @@ class Training:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """Values of the hyperparameter in which heads on the same features differ."""
+        """Values of the hyperparameter. One head is trained for each value."""
         return tuple(getattr(self, f"{self.hyperparameter}s"))
 
     def settings(self) -> dict[str, Any]:
@@ -108,9 +111,10 @@ class TrainedHeads:
         constant_channels: Number of channels of each source (group of layers) that do not vary.
             Heads on standardised features ignore these channels.
         seconds: Time that the training took, including interrupted runs.
-        unconverged: Number of heads of each source that did not converge, or None if unknown.
-        stalled: Number of heads of each source that stopped before convergence because their loss
-            hardly decreased, or None if unknown.
+        unconverged: Number of heads of each source that did not converge. None if the training
+            method has no test of convergence.
+        stalled: Number of unconverged heads of each source that stopped early, because further
+            steps improved neither their loss nor its gradient. None like `unconverged`.
     """
 
     sources: tuple[LayerGroup, ...]
@@ -126,9 +130,10 @@ class TrainedHeads:
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def convergence(self, index: int) -> dict[str, int | None]:
-        """Return the numbers of unconverged and stalled heads of a source.
+        """Return the numbers of unconverged and stalled heads of the source with this index.
 
-        They are stored as details of its scores.
+        A stalled head stopped early, because further steps did not improve it. The numbers are
+        stored as details of the scores of the source.
         """
         counts = {"unconverged_heads": self.unconverged, "stalled_heads": self.stalled}
         return {name: None if each is None else each[index] for name, each in counts.items()}
@@ -136,7 +141,7 @@ class TrainedHeads:
     def logits(
         self, index: int, features: Float[Tensor, "rows cols dim"]
     ) -> Float[Tensor, "values rows cols classes"]:
-        """Return the logits that all heads of one source compute from the features of an image."""
+        """Return the logits of an image from all heads of the source with the given index."""
         weight, bias = self.weight[index], self.bias[index]
         logits = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
         return logits.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
@@ -235,7 +240,10 @@ class StepTraining(Training):
 def shuffled_batches(
     entries: Int64[Tensor, " chosen"], size: int, *, epochs: int, seed: int
 ) -> list[list[Int64[Tensor, " batch"]]]:
-    """Return the batches of each epoch in a seeded order. The last batch may be smaller."""
+    """Return a list of batches for each epoch, shuffled differently in each epoch.
+
+    `seed` determines the order. The last batch of an epoch may be smaller.
+    """
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(entries), generator=generator) for _ in range(epochs)]
     return [[entries[chosen] for chosen in order.split(size)] for order in orders]
@@ -431,8 +439,8 @@ class HeadOptimizer:
     ) -> None:
         """Update a parameter in place.
 
-        `rates` contains the learning rates and is broadcast to the shape of the parameter. `step`
-        starts at 1.
+        `state` keeps values between steps, such as the momentum. `rates` contains the learning
+        rates and is broadcast to the shape of the parameter. `step` starts at 1.
         """
         raise NotImplementedError
 

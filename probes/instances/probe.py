@@ -80,11 +80,12 @@ class Instances(Probe):
     """A training-free probe that ranks database images by their cosine similarity to query images.
 
     Attributes:
-        protocol: What is searched for in the images. "holidays" searches all other images for the
-            annotated matches of each query. "landmarks" does the same, and also gives a separate
-            score for matches that are difficult to find. "copydays" searches for the originals of
-            given copies. "class_folders" searches the other scored images for images of the same
-            class. "copies" makes copies of any images and searches for their originals.
+        protocol: Retrieval task, which defines the matches that a query should find. "holidays"
+            searches all other images for the annotated matches of each query. "landmarks" does the
+            same, and also gives a separate score for matches that are difficult to find. "copydays"
+            searches for the originals of given copies. "class_folders" searches the other scored
+            images for images of the same class. "copies" makes copies of any images and searches
+            for their originals.
         facet: Descriptor of an image, or a list of descriptors: "cls" is the [CLS] token,
             "patch_mean" is the mean of the patches, "gem" is their generalised mean with the power
             4, and "cls_gem" concatenates "cls" and "gem". All are computed after the encoder's
@@ -129,7 +130,8 @@ class Instances(Probe):
         require_nonempty("probe.scales", self.scales)
         if self.protocol == "copies" and not self.copy_names:
             raise ConfigurationError(
-                "the protocol copies needs at least one copy of each image",
+                "probe.protocol=copies needs at least one copy of each image, but "
+                "probe.jpeg_qualities and probe.crop_areas are empty",
                 hint=("probe.jpeg_qualities=[30,5]", "or", "probe.crop_areas=[0.5,0.2]"),
             )
 
@@ -152,9 +154,10 @@ class Instances(Probe):
 
     @property
     def difficulties(self) -> tuple[str, ...]:
-        """Return the suffixes of the metric names, one for each level of difficulty.
+        """Return the ending of the metric names for each level of difficulty, such as "_hard".
 
-        The level determines which matching images count as correct.
+        The level determines which matching images count as correct. Only the protocol "landmarks"
+        has two levels. The other protocols have one level with an empty ending.
         """
         return ("_medium", "_hard") if self.protocol == "landmarks" else ("",)
 
@@ -162,16 +165,16 @@ class Instances(Probe):
     def cutoffs(self) -> tuple[int, ...]:
         """Return the values of k for which precision at k is scored.
 
-        If `top` is set, only the smallest value is used: `top` is meant for queries with few
-        matches.
+        These are 1, 5 and 10. If `top` is set, only k = 1 is used, because `top` is meant for
+        queries with few matches.
         """
         return CUTOFFS if self.top is None else CUTOFFS[:1]
 
     @property
     def copy_names(self) -> tuple[str, ...]:
-        """Return the name of each copy of an image, for the protocol "copies".
+        """Return the name of each copy of an image, such as "jpeg 30" or "crop 0.5".
 
-        This protocol (variant of the probe) searches for the originals of copies.
+        Only the protocol (variant of the probe) "copies" makes copies of images.
         """
         if self.protocol != "copies":
             return ()
@@ -196,10 +199,14 @@ class Instances(Probe):
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
         super().require_fitting(encoder)
         if not encoder.has_cls and "cls_gem" in self.facets:
-            raise UnfitEncoder(f"{encoder.name} has no [CLS] token", hint=("probe.facet=gem",))
+            raise UnfitEncoder(
+                f"{encoder.name} has no [CLS] token, which the facet cls_gem needs",
+                hint=("probe.facet=gem",),
+            )
         if not encoder.any_size and set(self.scales) != {1.0}:
             raise UnfitEncoder(
-                f"{encoder.name} only accepts images of one size", hint=("probe.scales=[1.0]",)
+                f"{encoder.name} accepts images of one size only, but probe.scales sets more",
+                hint=("probe.scales=[1.0]",),
             )
 
     @property
@@ -283,9 +290,9 @@ class Instances(Probe):
     # One pass over the images.
 
     def make_views(self, image: Pixels3) -> list[Pixels3]:
-        """Return an image, followed by its modified copies for the protocol "copies".
+        """Return an image, followed by its modified copies in the order of `copy_names`.
 
-        This protocol (variant of the probe) searches for the originals of copies.
+        Only the protocol (variant of the probe) "copies" makes copies of images.
         """
         copies = self.protocol == "copies"
         jpegs = [jpeg_copy(image, quality) for quality in self.jpeg_qualities if copies]
@@ -296,9 +303,10 @@ class Instances(Probe):
     ) -> tuple[dict[LayerFacet, Float[Tensor, "rows dim"]], list[tuple[Search | None, int | None]]]:
         """Compute the descriptors of all images and their copies.
 
-        Return the descriptors for each layer and facet, and the annotation of each image.
-
-        A facet is a kind of feature, such as the [CLS] token.
+        Returns:
+            Descriptors by layer and facet, where a facet is a kind of feature such as the [CLS]
+            token. Each image is followed by its copies. Also the annotations of each image: the
+            search for which it is the query, and its class, or None.
         """
         parts = dict.fromkeys(part for facet in self.facets for part in FACETS[facet])
         extractor = context.extractor(context.layers, *parts)
@@ -397,8 +405,8 @@ class Instances(Probe):
             if is_in_database[right[right != query.row]].any():
                 return queries
         raise DataError(
-            f"no query of {images.name} {images.split} has a matching image. Use all images, or "
-            "the first ones, which belong together",
+            f"no query of {images.name} {images.split} has a matching image among the selected "
+            "ones. Use all images, or only the first ones, where matches follow each other",
             hint=("data.limit=null", "data.first=200"),
         )
 
@@ -459,9 +467,9 @@ class Instances(Probe):
     def _mean_by_copy(
         self, values: Float64[np.ndarray, "queries metrics"]
     ) -> dict[str, Float64[np.ndarray, " metrics"]]:
-        """Return the mean score of each kind of copy, for the protocol "copies".
+        """Return the mean scores of each kind of copy, by its name such as "jpeg 30".
 
-        This protocol (variant of the probe) searches for the originals of copies.
+        The result is empty unless the protocol (variant of the probe) is "copies".
         """
         step = len(self.copy_names)
         return {name: values[number::step].mean(0) for number, name in enumerate(self.copy_names)}

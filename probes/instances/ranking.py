@@ -45,7 +45,7 @@ class Query:
     def label_images(
         self, num_rows: int, *, hard_only: bool = False
     ) -> Int8[np.ndarray, " {num_rows}"]:
-        """Label each image as correct, wrong or left out of the ranking.
+        """Return a label for each image: 1 if correct, 0 if wrong, -1 if left out of the ranking.
 
         With `hard_only`, only the hard matches are correct, and the other matches are left out.
         """
@@ -90,8 +90,9 @@ def rank_database(
         unit: Unit vectors of all images, in float32.
         queries: The queries.
         database: Rows of the database, in ascending order.
-        top: Number of images whose order matters, not counting images that are left out. None for
-            all.
+        top: Number of nearest images that will be scored. A ranking ends after this number, plus
+            the largest number of images that are left out of the score of a query. None for
+            complete rankings.
     """
     memory = unit[torch.from_numpy(database).to(unit.device)]
     rows = torch.tensor([query.row for query in queries], device=unit.device)
@@ -153,10 +154,10 @@ def average_precision(ranks: Indices, num_right: int) -> float:
 
 
 def precision_at(ranks: Indices, num_right: int, k: int) -> float:
-    """Return the share of correct images among the first k images of a ranking.
+    """Return the fraction of correct images among the first k images of a ranking.
 
-    If all correct images are found before rank k, the rank of the last correct one replaces k, as
-    in revisitop. The arguments are those of `average_precision`.
+    If all correct images are among the first k, only the images up to the last correct one count,
+    as in revisitop. The arguments are those of `average_precision`.
     """
     is_complete = len(ranks) == num_right
     images = min(k, int(ranks[-1]) + 1) if is_complete else k
@@ -180,11 +181,11 @@ def expected_average_precision(num_images: int, num_right: int, top: int | None 
 
 @cache
 def expected_precision(num_images: int, num_right: int, k: int) -> float:
-    """Return the mean of `precision_at` over all orders of the images, as for a random ranking.
+    """Return the expected `precision_at` of a random ranking.
 
-    R of the N images are correct. `precision_at` replaces k if all correct images are found
-    earlier. Without this rule, the mean would be R / N. The last correct image has the rank L,
-    counted from 1, in a share C(L - 1, R - 1) / C(N, R) of the orders.
+    R of the N images are correct. The expected fraction of correct images among the first k is
+    R / N. However, if the last correct image has a rank L < k (counted from 1), `precision_at` is
+    R / L instead of R / k. The probability of this L is C(L - 1, R - 1) / C(N, R).
     """
     expected = num_right / num_images
     for last in range(num_right, min(k, num_images + 1)):

@@ -79,7 +79,10 @@ class PatchGrid:
     def pad(
         self, values: Shaped[np.ndarray, "graph_rows graph_cols"]
     ) -> Shaped[np.ndarray, "rows cols"]:
-        """Append rows and columns of zeros to a map, for the patches that are not in the graph."""
+        """Append rows and columns of zeros to a map that lacks the patches with padding.
+
+        `Cut.mask_padding` leaves these patches out of the similarity graph.
+        """
         rows, cols = (whole - part for whole, part in zip(self.shape, values.shape, strict=True))
         return np.pad(values, ((0, rows), (0, cols)))
 
@@ -353,9 +356,9 @@ def run_maskcut(
 ) -> list[Discovery]:
     """Run the rounds of MaskCut, and return the objects that they find.
 
-    `solve_without` removes the links of the given patches and returns the second eigenvector of the
-    graph. A connected component may contain patches of earlier masks. Its own mask omits these
-    patches.
+    `solve_without` returns the second eigenvector of the graph without the links of some patches.
+    In each round, these are the patches of all earlier components. The object of a round is a
+    connected component without these patches.
     """
     objects: list[Discovery] = []
     masked = previous = np.zeros(cut.graph_shape(grid), bool)
@@ -387,7 +390,8 @@ def split_away_from_corners(vector: Float64[np.ndarray, "rows cols"]) -> Biparti
     """Split patches at the mean of a vector, and return a side with at most two image corners.
 
     The result is that of `split_at_mean`, unless the side above the mean contains at least three
-    corners. In that case, the side below the mean is returned, and the seed is the smallest entry.
+    corners. In that case, the side below the mean is returned, and the seed is the patch with the
+    smallest entry.
 
     In the authors' code, LAPACK decides the sign of the eigenvector and thus which side is above
     the mean. The entry of largest magnitude of a `FiedlerVector` is positive. The side above the

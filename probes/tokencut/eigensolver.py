@@ -30,6 +30,8 @@ _MAX_REFINEMENTS = 4
 class Graph:
     """A weighted graph with the weight matrix A = eps 1 1^T + scale * links.
 
+    Its methods also use D, the diagonal matrix of the degrees.
+
     Attributes:
         links: Symmetric matrix. An entry is 0 for two tokens without a link, and 1 for linked
             tokens. In a weighted graph, the entry of linked tokens is their cosine minus eps.
@@ -73,7 +75,10 @@ class Graph:
         return any(bool((abs(self.degrees - d) < 1e-6).all()) for d in uniform_degrees)
 
     def trivial_eigenvector(self) -> Float64[np.ndarray, " tokens"]:
-        """Return the first eigenvector of D^-1/2 A D^-1/2, which needs no solver."""
+        """Return the unit eigenvector of D^-1/2 A D^-1/2 with the largest eigenvalue, which is 1.
+
+        Its entries are proportional to the square roots of the degrees, so it needs no solver.
+        """
         return np.sqrt(self.degrees / self.degrees.sum())
 
     def normalised_product(
@@ -167,7 +172,11 @@ class FiedlerVector:
         gap: float,
         residual: float,
     ) -> "FiedlerVector":
-        """Create a solution from an eigenpair of D^-1/2 A D^-1/2 with the value 1 - lambda_2."""
+        """Create a solution from the second largest eigenvalue of D^-1/2 A D^-1/2.
+
+        `value` is this eigenvalue, 1 - lambda_2. `vector` is its eigenvector. `gap` is lambda_3 -
+        lambda_2. `residual` is the norm of the residual of the eigenpair.
+        """
         scaled = vector / np.linalg.norm(vector) / np.sqrt(graph.degrees)
         return cls(
             vector=scaled * np.sign(scaled[np.argmax(abs(scaled))]),
@@ -257,9 +266,10 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     projection = np.zeros((_MAX_PRODUCTS + 2, _MAX_PRODUCTS))
 
     def append(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float]:
-        """Append to `rows` the normalised part of a vector that is orthogonal to all rows.
+        """Append a unit vector to `rows`: the part of `vector` that is orthogonal to all rows.
 
-        Return `rows @ vector` for the old rows, and the length of this part.
+        Return `rows @ vector` for the old rows, and the length of this part. If the length is
+        almost 0, append a random direction instead, and return 0.
         """
         nonlocal rows, num_rows
         products = rows[:num_rows] @ vector

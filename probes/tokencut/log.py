@@ -155,7 +155,7 @@ class DiscoveryLog:
     def _read(self, path: Path) -> list[dict[str, Any]]:
         """Return the entries of a log file.
 
-        Entries with the fields of another version are skipped.
+        Entries that another version of ssl-bench wrote with other fields are skipped.
         """
         entries = self._journal.read(path)
         return [entry for entry in entries if _REQUIRED <= entry.keys() <= _ALLOWED]

@@ -67,10 +67,9 @@ def draw_sheets(
     """Draw a contact sheet of images with the objects found in them, for each block and facet.
 
     A facet is a kind of feature, such as keys. Each of `cells` has the form "LAYER/FACET". Images
-    are grouped by outcome (hits, misses, not scored, and degenerate, which means that the object is
-    arbitrary), and at most `per_group` images of each group are drawn. `prepare` resizes an image
-    to the size that the encoder received. The heading consists of the first title, block, facet and
-    the second title.
+    are grouped by outcome: hits, misses, not scored, and degenerate (the object is arbitrary). At
+    most `per_group` images of each group are drawn. `prepare` resizes an image to the size that the
+    encoder received. The heading consists of `title[0]`, block, facet and `title[1]`.
 
     Raises:
         DataError: An image has changed since its objects were found.

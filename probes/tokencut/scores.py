@@ -98,11 +98,10 @@ def _make_cell(
 
 
 def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
-    """Return CorLoc of a block and facet over all images with at least one true box.
+    """Return CorLoc of a block and facet (kind of feature) over all images with true boxes.
 
-    CorLoc is the percentage of images whose box is a hit, and a facet is a kind of feature. A box
-    is a hit if its IoU with any true box is at least 0.5. Degenerate images, whose box is
-    arbitrary, are scored too.
+    CorLoc is the percentage of images whose box is a hit. A box is a hit if its IoU with any true
+    box is at least 0.5. Degenerate images, whose box is arbitrary, are scored too.
     """
     cell = cell_name(layer, facet)
     scored = [result for result in results if result.num_boxes]
@@ -168,10 +167,11 @@ def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> 
 
 
 def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
-    """Return the percentage of images in which each flag is true, such as "degenerate".
+    """Return "degenerate_percent" and "tied_cutoff_percent" of some images.
 
-    The flag "degenerate" means that the object of an image is arbitrary. Each element of `cells`
-    contains the objects that were found in one image. Images without the flag are not counted.
+    They are the percentages of images in which the flags "degenerate" and "tied_cutoff" are true.
+    `Discovery` explains both flags. Each element of `cells` contains the objects found in one
+    image. A percentage is left out if no element has the flag: only LOST sets "tied_cutoff".
     """
     percentages = {}
     for flag in ("degenerate", "tied_cutoff"):

@@ -222,7 +222,7 @@ class Tracking(Probe):
         dictionary from each layer and facet to its result.
         """
         if video.frames is None or video.mask is None:
-            raise DataError(f"{video.image_id} is not a video with a first mask")
+            raise DataError(f"expected a video whose first frame has a mask, got {video.image_id}")
         first = np.where(video.mask == IGNORED, 0, video.mask).astype(np.uint8)
         # The channel of an object is its position in this list. Channel 0 is the background.
         numbers = np.unique(np.append(first, np.uint8(0)))
@@ -259,8 +259,8 @@ class Tracking(Probe):
                     tracks[layer_facet].add_picture(number, num_frames, frame, truth)
         if self.truth == "masks" and not unmoved.scores.region:
             raise DataError(
-                f"{video.image_id} has no mask between its first and its last frame, which are not "
-                "scored",
+                f"{video.image_id} has no mask to score, because the first and the last frame are "
+                "not scored and no other frame has a mask",
                 hint=("probe.truth=none",),
             )
         for layer_facet, track in tracks.items():

@@ -90,9 +90,9 @@ def propagate_labels(
 ) -> PatchLabels:
     """Compute the label of each patch from the labels of the most similar patches near it.
 
-    The label is their weighted mean. Patches that tie with the least similar of them are included,
-    too. A few rows of the target are compared at a time, and only with rows of the sources that lie
-    in their windows.
+    The label is the weighted mean of the labels of `window.neighbours` patches. Further
+    patches are included if they are as similar as the least similar of these. To save time and
+    memory, a few rows of patches are compared at a time, only with rows within `window.radius`.
 
     Args:
         target: Unit vectors of the patches whose labels are computed.
@@ -162,8 +162,9 @@ def labels_to_mask(
 ) -> UInt8[np.ndarray, "height width"]:
     """Convert labels of patches to a mask, whose pixels hold the index of the largest channel.
 
-    Channels are interpolated bilinearly to the size of the encoder's input, and each channel is
-    scaled to [0, 1]. The indices are then resized to `size`, the height and width of the video.
+    Channels are interpolated bilinearly to the size of the encoder's input. Each channel that is
+    not constant is then scaled to [0, 1]. The map of indices is resized to `size`, the height and
+    width of the video.
     """
     sides = [side * patch_size for side in labels.shape[:2]]
     channels = labels.permute(2, 0, 1)[None]

@@ -31,7 +31,8 @@ class Outline:
     Attributes:
         mask: Pixels of the object.
         contour: Pixels that differ from their right, lower or lower right neighbour.
-        band: Pixels near the contour.
+        band: Pixels near the contour, at a distance of at most 0.8 % of the image diagonal,
+            rounded up to whole pixels.
     """
 
     mask: BinaryMask
@@ -62,9 +63,9 @@ def region_similarity(predicted: BinaryMask, true: BinaryMask) -> float:
 def contour_accuracy(predicted: Outline, true: Outline) -> float:
     """Return the contour accuracy F, the harmonic mean of precision and recall of contour pixels.
 
-    Precision is the share of the predicted contour that is near the true contour. Recall is the
-    share of the true contour that is near the predicted one. F is 1 if both contours are empty, and
-    0 if only one of them is.
+    Precision is the fraction of the predicted contour that lies in the band around the true
+    contour. Recall is the fraction of the true contour that lies in the band around the predicted
+    one. F is 1 if both contours are empty, and 0 if only one of them is.
     """
     lengths = np.count_nonzero(predicted.contour), np.count_nonzero(true.contour)
     if not all(lengths):
@@ -93,7 +94,7 @@ class ObjectScores:
         self.contour.append([contour_accuracy(own, other) for own, other in pairs])
 
     def statistics(self) -> dict[str, Float64[np.ndarray, " objects"]]:
-        """Return the tracking metrics of each object in percent."""
+        """Return the metrics of each object by name, such as "j_mean", in percent."""
         metrics = {}
         for letter, frames in (("j", self.region), ("f", self.contour)):
             values = 100 * np.array(frames, np.float64)
@@ -107,8 +108,8 @@ class ObjectScores:
 def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, " objects"]:
     """Return the mean score of the first quarter of the frames minus that of the last quarter.
 
-    Adjacent quarters share a frame. The authors store frame numbers in 8 bits, so their quarters
-    differ from these if there are more than 256 frames.
+    Adjacent quarters share a frame. The code of DAVIS stores frame numbers in 8 bits, so its
+    quarters differ from these if there are more than 256 frames.
     """
     ends = np.round(np.linspace(1, len(values), _QUARTERS + 1) + 1e-10).astype(int) - 1
     return values[: ends[1] + 1].mean(0) - values[ends[-2] :].mean(0)
@@ -120,9 +121,11 @@ def video_estimate(
     """Estimate the mean of a metric over all objects of all videos.
 
     Returns:
-        One value for each video, and the estimate with its uncertainty. The mean of the values is
-        the mean over all objects. Their variance is that of a ratio of sums over videos
-        (linearised). If each video has one object, its value is the score of this object.
+        One value for each video, and the estimate with its uncertainty. The value of a video with n
+        objects is mean + n / mean(n) * (own - mean). Here, own is the mean over its objects, and
+        mean is the mean over the objects of all videos. The mean of these values is also this mean.
+        Their spread gives its interval (linearised ratio estimator). If each video has one object,
+        its value is the score of this object.
     """
     counts = np.array([len(own) for own in values])
     mean = float(np.concatenate(values).mean())
@@ -132,9 +135,10 @@ def video_estimate(
 
 
 def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
-    """Return the symmetric 95 % confidence interval of an estimate that is not a percentage.
+    """Return the symmetric 95 % confidence interval of an estimate, not clipped to 0 to 100 %.
 
-    Return None if the margin is unknown, for example with a single video.
+    Decays and ratios of areas need such an interval. Return None if the margin is unknown, for
+    example with a single video.
     """
     margin = estimate.margin
     return None if math.isnan(margin) else (estimate.value - margin, estimate.value + margin)

@@ -88,7 +88,7 @@ def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
     for run, run_records in runs.items():
         if encoder in {record.encoder_id for record in run_records}:
             return run
-    raise DataError(f"expected a run with records that state their epoch, got {model}")
+    raise DataError(f"--over-epochs needs a training run with records of its epochs, got {model}")
 
 
 def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[Comparison]:

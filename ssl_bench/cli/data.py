@@ -391,9 +391,9 @@ def _format_classes(
 def _faulty_dataset(
     source: Source, root: str | None, states: Sequence[Mapping[str, Any]]
 ) -> DataError:
-    """Return the error for a dataset with problems.
+    """Return the error for a dataset with problems. Its hint says how to get the complete dataset.
 
-    Its hint says how to get the complete dataset.
+    `states` contains the results of `_check_split` for all splits.
     """
     faulty = [state for state in states if state["problems"]]
     count = sum(len(state["problems"]) for state in faulty)
@@ -471,7 +471,7 @@ def _verify(options: argparse.Namespace) -> int:
     if changed or missing:
         raise DataError(
             f"{root} differs from {manifest}: {len(changed)} changed and {len(missing)} missing "
-            f"files ({join_names([*changed, *missing])}). Restore them, or write the list again",
+            f"files ({join_names([*changed, *missing])}). Restore them, or update the manifest",
             hint=("--update",),
         )
     say(f"{root} agrees with {manifest}")

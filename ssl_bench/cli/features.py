@@ -171,7 +171,8 @@ def _start_or_continue(path: Path, about: Mapping[str, Any]) -> None:
         known = existing if isinstance(existing, dict) else {}
         different = ", ".join(key for key in about if known.get(key) != about[key])
         raise ConfigurationError(
-            f"{path.parent} contains features with different {different}",
+            f"{path.parent} already contains features that were written with other values of "
+            f"{different}. Choose another folder",
             hint=("--out", "{folder}"),
         )
 
@@ -276,8 +277,8 @@ def _require_range(values: np.ndarray, dtype: str, name: str) -> None:
     lowest, highest = float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)
     if largest and not lowest <= largest <= highest:
         raise CheckpointError(
-            f"{name} has entries up to {largest:.2g}, but {dtype} stores values from {lowest:.2g} "
-            f"to {highest:.5g}",
+            f"the largest magnitude in {name} is {largest:.2g}, but {dtype} only stores magnitudes "
+            f"from {lowest:.2g} to {highest:.5g}",
             hint=("--dtype", "float32"),
         )
 

@@ -211,9 +211,10 @@ def _find_selected_file(config: Mapping[str, Any], key: str, value: Any) -> tupl
 
 
 def _find_file(group: str, component: Mapping[str, Any]) -> str:
-    """Return the name of the config file in a group that contains the values of `component`.
+    """Return the name of the config file in a group (folder) that `component` comes from.
 
-    If no file contains exactly these values, return the first file for the same class.
+    `component` is a part of a config. Its file contains the same values, apart from defaults. If
+    there is no such file, return the first file for the same class.
     """
     contents = {
         name: read_file(config_folder() / group / f"{name}.yaml") for name in config_names(group)

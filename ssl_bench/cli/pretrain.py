@@ -14,7 +14,10 @@ from ssl_bench.system.process import is_main_process
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Pretrain an encoder in a run folder, or only print the configuration or a plan of the run."""
+    """Pretrain an encoder in a run folder.
+
+    With `--print-config` or `--dry-run`, only print the configuration or an outline of the run.
+    """
     overrides = add_data_root(overrides, options.data_root)
     config = compose_config("pretraining", overrides)
     full = deepcopy(config)
@@ -28,7 +31,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     continues = options.resume or options.must_resume or options.extend
     if continues and options.out is None:
         raise ConfigurationError(
-            "expected the folder of the run to resume or extend", hint=("--out", "{run}")
+            "resuming or extending a run needs its folder", hint=("--out", "{run}")
         )
     out = Path(options.out or _default_run(overrides))
     plan = build(config)

@@ -50,7 +50,10 @@ def _print_configs(request: ProbeRequest) -> None:
 
 
 def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
-    """Check the request as far as possible, then probe one encoder after the other."""
+    """Check settings, datasets and encoders, then probe one encoder after the other.
+
+    If there are several encoders, all are checked before the first one is probed.
+    """
     device = choose_device(request.device)
     require_layers(request.layers, request.checkpoints)
     plan = plan_request(request)

@@ -130,8 +130,11 @@ def _filter_by(
 ) -> list[Record]:
     """Return the records whose field `name` has one of the comma-separated values in `value`.
 
-    If `value` is None, return all records. A value that occurs in no record is an error. The error
-    says so if the value occurs only in unreadable records.
+    If `value` is None, return all records.
+
+    Raises:
+        ConfigurationError: A value occurs in no record.
+        DataError: A value occurs only in unreadable records.
     """
     if value is None:
         return list(records)

@@ -103,7 +103,9 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Step:
-    """One `ssl-bench` command of a plan. The command skips work that is already finished.
+    """One of the `ssl-bench` commands that reproduce a table: a training run or a probe.
+
+    The command skips work that is already finished.
 
     Attributes:
         trained_run: Name of the run that the command trains. None if the command is a probe.
@@ -149,13 +151,14 @@ class Plan:
     def require_roots(self) -> None:
         """Check that the user specified the folders of all training datasets.
 
-        Without a folder, a run would train on toy scenes instead of the images of the paper.
+        Without a folder, a run would train on generated toy images instead of the paper's images.
+        Only the copying task of a paper needs no folder, because its strings are generated.
         """
         missing = {run.images for run in self.runs} - set(self.options.roots) - {"copying"}
         if missing and "data.root" not in self.options.run_values:
             name = min(missing)
             raise ConfigurationError(
-                f"{full_name(self.table)} trains on {name}, but the folder of {name} is unknown",
+                f"{full_name(self.table)} trains on {name}, but no folder is given for {name}",
                 hint=(
                     "data.root={folder}",
                     "or",
@@ -166,13 +169,14 @@ class Plan:
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """List published tables, or show, print or run the plan that reproduces one of them."""
+    """List published tables, or describe, print or run the commands that reproduce one table."""
     _require_single_process(options)
     tables = list(load_published_tables()) if options.name is None else find_tables(options.name)
     if options.name is None or len(tables) > 1:
         if options.run or options.print or options.table or overrides:
             raise ConfigurationError(
-                f"expected one PAPER/TABLE, got {options.name or 'none'} ({len(tables)} tables)",
+                "expected the name of one table (PAPER/TABLE) to reproduce, got "
+                f"{options.name or 'none'} ({len(tables)} tables)",
                 hint=("ssl-bench", "reproduce"),
             )
         print(format_listing(tables))
@@ -320,7 +324,10 @@ def format_listing(tables: Sequence[PublishedTable]) -> str:
 
 
 def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
-    """Return the plan for reproducing a published table. No run or record is read."""
+    """Return the commands that reproduce a published table.
+
+    This reads no run folder and no record, so finished work is also part of the plan.
+    """
     requested = [require_choice("row", row, table.rows) for row in options.rows] or table.rows
     known = list(dict.fromkeys(column.dataset for column in table.columns))
     datasets = [require_choice("dataset", name, known) for name in options.datasets] or known
@@ -411,9 +418,10 @@ def _training_step(
 def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
     """Return overrides for schedule lengths that do not fit in a run that the user shortened.
 
-    A length in epochs is set to null, so that it is computed as a fraction of the run. Recipes
-    write such lengths as decimal numbers (`10.0`). Integers (`5`) are intervals between
-    measurements, and are not changed.
+    For example, a warm-up of 10.0 epochs does not fit if the user sets `train.epochs=5`. The
+    override sets it to null, so that it becomes a fraction of the run. Recipes write schedule
+    lengths as decimal numbers (`10.0`). Integers (`5`) are intervals between measurements, and are
+    not changed.
     """
     recipe = read_file(config_folder() / "experiment" / f"{run.recipe}.yaml")
     values = {**flatten_config(recipe), **run.changes}
@@ -555,9 +563,10 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
 
 
 def _curve_commands(plan: Plan) -> Iterator[str]:
-    """Yield the commands that draw curves, if a published table contains the values of a figure.
+    """Yield the commands that draw curves, for tables with the values of a published figure.
 
-    Such curves show training losses, or scores at more than two epochs of a run.
+    The curves show training losses, or scores at more than two epochs of a run. For all other
+    tables, there is no command.
     """
     if any(column.metric.endswith("loss_100") for column in plan.table.columns):
         places = [plan.options.runs / run.name for run in plan.runs]

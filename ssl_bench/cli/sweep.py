@@ -29,11 +29,17 @@ Outcomes = Mapping[tuple[str, ...], Outcome]
 
 
 def command(options: argparse.Namespace, request: ProbeRequest) -> int:
-    """Print the plan, then run, print or submit the jobs that lack results."""
+    """Print a table of the jobs, then run, print or submit those that lack results.
+
+    A job evaluates one encoder with one probe on one dataset.
+
+    Returns:
+        The exit code of the first failed job, or 0.
+    """
     require_single_process("sweep")
     if options.jobs < 1:
         raise ConfigurationError(
-            f"expected at least one job, got {options.jobs}", hint=("--jobs", "1")
+            f"--jobs must be at least 1, got {options.jobs}", hint=("--jobs", "1")
         )
     jobs = plan_sweep(request, min_jobs=options.jobs)
     is_plan_the_output = options.dry_run and not (options.json or options.print)
@@ -64,7 +70,7 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
 
 
 def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
-    """Run the jobs of a sweep, and return their outcomes in the order of `jobs`."""
+    """Run jobs, and return their durations and exit codes in the order of `jobs`."""
     device = choose_device(options.device)
     store = ResultStore.create(Path(options.out))
     if options.jobs > 1:

@@ -40,7 +40,10 @@ from ssl_bench.tables.steps import step_table
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print tables of the records in a results folder, or of the training logs of runs."""
+    """Print tables of the scores in a results folder, or of the training logs of runs.
+
+    With `--pack`, move the stored scores to one file instead.
+    """
     style = resolve_format(options.format)
     _check_options(options)
     if options.over_steps:
@@ -86,7 +89,8 @@ def _check_options(options: argparse.Namespace) -> None:
         require_choice("--best-layer", options.best_layer, CHOICES)
         if not (options.pivot or options.paper):
             raise ConfigurationError(
-                "--best-layer needs a table with one value for each encoder",
+                "--best-layer chooses one block of each encoder, so it needs a table with one "
+                "score per encoder",
                 hint=("--pivot", "or", "--paper", "{table}"),
             )
     exclusive = {
@@ -111,12 +115,14 @@ def _check_options(options: argparse.Namespace) -> None:
         }
         if given := [name for name, value in selecting.items() if value not in (None, "all")]:
             raise ConfigurationError(
-                f"--{given[0]} selects records, but --over-steps prints the training logs of runs",
+                f"--{given[0]} selects among stored scores, but --over-steps prints training logs, "
+                "whose measures --metric selects",
                 hint=("--metric", "loss"),
             )
     if options.encoders and not options.paper:
         raise ConfigurationError(
-            "--as 'ROW'=CHECKPOINT needs a published table", hint=("--paper", "{table}")
+            "--as assigns a checkpoint to a row of a paper's table, so it needs such a table",
+            hint=("--paper", "{table}"),
         )
 
 
@@ -147,20 +153,23 @@ def _resolve_rows(
     records: Sequence[Record],
     store: ResultStore,
 ) -> dict[str, str]:
-    """Return the encoder id for each row of a published table that the flag `--as` assigns.
+    """Return the encoders that the values of `--as` assign to rows of a published table.
 
     Args:
         pairs: Values of `--as` in the form ROW=CHECKPOINT.
         published: The published table.
-        records: Records of the encoders.
+        records: Stored scores. Each checkpoint must be one of their encoders.
         store: Results folder, for error messages.
+
+    Returns:
+        Encoder id of each assigned row, by the name of the row.
     """
     encoders = {}
     for pair in pairs:
         row, equals, name = pair.partition("=")
         if not equals:
             raise ConfigurationError(
-                f"expected a row and a checkpoint, got {pair!r}",
+                f"--as expects the name of a row and a checkpoint, got {pair!r}",
                 hint=("--as", "{row}={checkpoint}"),
             )
         hint = ("--as", "{near}={checkpoint}")

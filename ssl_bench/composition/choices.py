@@ -115,7 +115,10 @@ def config_names(group: str) -> list[str]:
 
 
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
-    """Return the entry points of a group in all installed packages, by name."""
+    """Return the entry points of a group such as "probe" in all installed packages, by name.
+
+    In the metadata of a package, this group is called "ssl_bench.probe".
+    """
     points = _entry_points(tuple(sys.path)).select(group=f"ssl_bench.{group}")
     return {point.name: point for point in points}
 
@@ -143,7 +146,8 @@ def load_entry_point(point: metadata.EntryPoint) -> Any:
             reason = error
         package = point.dist.name if point.dist else point.module
         raise BrokenFile(
-            f"the entry point {point.name} = {point.value} of the package {package}: {reason}"
+            f"cannot load the entry point {point.name} = {point.value} of the package {package}: "
+            f"{reason}"
         ) from error
 
 
@@ -227,7 +231,9 @@ def _papers(folder: Path) -> tuple[Paper, ...]:
     found = tuple(map(_read_paper, sorted((folder / "papers").glob("*.yaml"))))
     names = [name for paper in found for name in paper.experiments]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigurationError(f"two runs of {folder / 'papers'} have the name {repeated[0]}")
+        raise ConfigurationError(
+            f"two pretraining runs of {folder / 'papers'} have the name {repeated[0]}. Rename one"
+        )
     return found
 
 
@@ -240,7 +246,9 @@ def _read_paper(file: Path) -> Paper:
     content = yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
     known = {"title", "reference", "runs", "tables"}
     if not isinstance(content, dict) or set(content) - known:
-        raise ConfigurationError(f"{file} expects the keys {', '.join(sorted(known))}")
+        raise ConfigurationError(
+            f"{file} must be a YAML mapping with no keys other than {', '.join(sorted(known))}"
+        )
     runs = [
         run
         for stem, values in (content.get("runs") or {}).items()
@@ -256,9 +264,13 @@ def _read_paper(file: Path) -> Paper:
 
 
 def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Experiment]:
-    """Yield a pretraining run of a paper, and its variants.
+    """Yield a pretraining run of a paper, then its variants.
 
-    Each entry of `arms` defines a variant by the few values that it changes.
+    Args:
+        file: File of the paper, for error messages.
+        stem: Name of the run, such as "vit". Its variant "relu" is called "vit_relu".
+        values: Settings of the run. The key `arms` maps the name of each variant to the settings
+            in which the variant differs from the run.
     """
     if not _RUN_NAME.fullmatch(stem):
         raise ConfigurationError(
@@ -266,7 +278,8 @@ def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Exp
         )
     if unknown := [key for key in values if key not in _RUN_KEYS]:
         raise ConfigurationError(
-            f"{file}: run {stem} expects the keys {', '.join(_RUN_KEYS)}, got {unknown}"
+            f"{file}: run {stem} expects the keys {', '.join(_RUN_KEYS)} (and a name of a-z, 0-9 "
+            f"and _), got {unknown}"
         )
     arms: dict[str, Any] = {"": {}, **(values.get("arms") or {})}
     for arm, changes in arms.items():

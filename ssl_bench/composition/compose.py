@@ -95,10 +95,10 @@ def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
-    """Return the folder of `configs/` from which a key chooses a file, or None for other keys.
+    """Return the folder of `configs/` whose files a dotted key selects, or None for other keys.
 
-    If `chosen` is {"probe": "segmentation"}, the key "probe.loss" chooses a file in the folder
-    "probe/segmentation/loss".
+    If `chosen` is {"probe": "segmentation"}, the key "probe.loss" selects a file in the folder
+    "probe/segmentation/loss". For keys such as "probe" or "probe.tau", the result is None.
     """
     owner, _, field = key.partition(".")
     group = f"{owner}/{chosen.get(owner)}/{field}"
@@ -143,7 +143,7 @@ def list_keys(config: Mapping[str, Any]) -> list[str]:
 def read_file(file: Path) -> dict[str, Any]:
     """Return the content of a YAML file of `configs/`.
 
-    Files in its defaults list are not read.
+    Other files that its Hydra list `defaults` names are not merged into it.
     """
     values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     return values
@@ -226,9 +226,16 @@ def _groups(folder: Path) -> frozenset[str]:
 
 
 def _require_file(root: str, group: str, key: str, name: Any) -> None:
-    """Check that a name can be chosen in a folder of `configs/`.
+    """Raise ConfigurationError unless a key can have the value `name`.
 
-    A name without a file, such as that of an entry point, is registered with Hydra.
+    Entry points and the pretraining runs of papers have no file in `configs/`. If `name` is one of
+    them, it is registered with Hydra.
+
+    Args:
+        root: Name of the root file, such as "probing", for the error message.
+        group: Folder of `configs/` that contains the valid files, such as "probe".
+        key: The config key, for the error message.
+        name: The chosen value.
     """
     if name not in (known := choices(group)):
         message = f"unknown {key}={format_value(name)} for {root}"
@@ -246,10 +253,14 @@ def _require_file(root: str, group: str, key: str, name: Any) -> None:
 
 @cache
 def _compose_files(folder: Path, root: str, files: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """Compose a root file with the chosen files, and add the default values of all classes.
+    """Merge a root file with the chosen files, and add the default values of all classes.
 
-    `files` contains pairs of a folder of `configs/` and a name. The result is cached, because Hydra
-    takes 0.1 seconds.
+    The result is cached, because Hydra takes 0.1 seconds.
+
+    Args:
+        folder: The folder `configs/`.
+        root: Name of the root file, such as "probing".
+        files: Chosen files, as pairs of a folder and a name such as ("probe", "tokencut").
     """
     # A file that contains a class, such as probe/segmentation/loss/histogram.yaml, replaces the
     # whole field `loss`. Hydra would merge it with the protocol, so it is inserted afterwards.
@@ -293,7 +304,13 @@ def _set_value(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def build(config: Mapping[str, Any], part: str = "") -> Any:
-    """Build a component of a composed configuration, such as "probe", or all components."""
+    """Build a component of a composed configuration, or all components.
+
+    Args:
+        config: The configuration.
+        part: Key of the component, such as "probe". If it is "", return a dictionary with all
+            components.
+    """
     return instantiate(config[part] if part else config, part)
 
 
@@ -321,7 +338,9 @@ def instantiate(value: Any, key: str) -> Any:
         if name in arguments:
             arguments[name] = require_type(_join(key, name), item.type, arguments[name])
         elif get_default(item) is MISSING:
-            raise ConfigurationError(f"{_join(key, name)} has no value")
+            raise ConfigurationError(
+                f"expected a value for {_join(key, name)}, which has no default value"
+            )
     return kind(**arguments)
 
 
@@ -524,10 +543,11 @@ def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
 
 
 def fill_in_guesses(probe: Any, guesses: Sequence[str]) -> list[str]:
-    """Insert the settings of a probe into the guesses of its protocol, a named set of settings.
+    """Insert the settings of a probe into texts about the choices of its protocol.
 
-    A guess is a text about a choice that the authors of the protocol do not state. Each `$NAME` in
-    it is replaced by the probe's setting of that name. Guesses that mention a setting which the
+    A protocol is a named set of settings, such as "dinov2". Each text (guess) describes a choice
+    that the authors of the protocol do not state, such as "$epochs epochs over these crops". Here,
+    `$epochs` is replaced by the probe's setting `epochs`. Texts that mention a setting which the
     probe does not have are left out.
     """
     values = {name: _format_setting(value) for name, value in probe.settings().items()}

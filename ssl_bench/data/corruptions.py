@@ -119,12 +119,15 @@ def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixel
 
 
 def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Separate the override `corrupt=` of the configuration from all other overrides.
+    """Separate the override of the config key `corrupt` from all other overrides.
+
+    Args:
+        overrides: KEY=VALUE texts, such as ["corrupt=clean,snow:1-2", "probe.tau=0.3"].
 
     Returns:
-        Two values. The first one contains a list of overrides for each requested corruption, such
-        as `["corrupt=snow:3"]`, or `[]` for clean images. The second one is the list of all other
-        overrides.
+        A list with the overrides of each requested corruption, and all other overrides. In this
+        example: [[], ["corrupt=snow:1"], ["corrupt=snow:2"]] and ["probe.tau=0.3"]. The empty list
+        stands for clean images.
 
     Raises:
         ConfigurationError: A corruption or severity does not exist, or the key is given twice.
@@ -183,8 +186,8 @@ def _parse_severities(text: str) -> list[Corruption]:
 class CorruptedImages(ImageView):
     """An `ImageSet` with corrupted images and unchanged annotations.
 
-    The corruption is part of the name and the fingerprint of the set. Therefore, cached features
-    and results of corrupted images are never used for clean images.
+    Its name and its fingerprint (hash of the images) depend on the corruption. Therefore, cached
+    features and results of corrupted images are never used for clean images.
 
     Attributes:
         corruption: Corruption of every image.
@@ -219,7 +222,7 @@ def _corrupt_sample(sample: Sample, corruption: Corruption) -> Sample:
 
 
 def corrupt_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
-    """Return a dataset with a clean training set. All of its other images are corrupted."""
+    """Return a view of a dataset whose image sets are corrupted, except the training set."""
     return DatasetView(
         dataset,
         lambda method, images: images if method == "train" else CorruptedImages(images, corruption),
@@ -233,10 +236,11 @@ def find_corruption(images: ImageSet) -> Corruption | None:
 
 
 def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
-    """Describe the corruption of an image set. The description is stored with results.
+    """Return the corruption of an image set as a dictionary, or None for clean images.
 
-    It also contains the name and fingerprint of the clean images. Computing this fingerprint reads
-    the image files. For clean images, the description is None.
+    The dictionary is stored with results. It contains the name and the severity of the corruption,
+    and the name and the fingerprint (hash) of the clean images. Computing the fingerprint reads
+    the image files.
     """
     corruption, clean = _separate_corruption(images)
     if corruption is None:

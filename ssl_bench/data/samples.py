@@ -151,8 +151,9 @@ class ImageSet(Protocol):
 class Dataset(Protocol):
     """A dataset, whose methods return its image sets.
 
-    The roles of a dataset, such as "segmentation", are the evaluations that its annotations allow.
-    If no role needs the images of a method, the method raises `DataError`.
+    Its roles, such as "segmentation", are the evaluations that its annotations allow. A method
+    raises `DataError` if no role needs its images. For example, a dataset for "discovery" alone has
+    no training images.
     """
 
     @property
@@ -367,13 +368,13 @@ def datasets_with(role: str) -> list[str]:
 def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
     """Return the name of a published dataset, or a name such as "voc2012-62" for a part of it.
 
-    Results on a part are not comparable with those on the whole dataset. The number in the name is
-    the number of different ids in all splits. Shares such as `train:0-50%` do not affect it.
+    If a split does not have the published number of images, the number of different ids in all
+    splits is appended. Thus, results on a part of the dataset are not mixed with those on the whole
+    dataset.
 
     Args:
         name: Name of the published dataset.
-        ids: All ids in each split, before any share is taken. Missing splits do not change the
-            name.
+        ids: All ids in each existing split, before a part such as `train:0-50%` is selected.
     """
     published = PUBLISHED_COUNTS.get(name, {})
     if all(len(images) == published.get(split, len(images)) for split, images in ids.items()):

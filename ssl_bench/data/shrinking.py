@@ -34,15 +34,16 @@ _FORMATS = {
 
 
 def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
-    """Copy images to another folder, and reduce them to a given shorter side.
+    """Copy images to another folder, and shrink those whose shorter side exceeds `side`.
 
-    Copies have the names of their images and are upright. Images that are small enough and formats
-    that Pillow does not write are copied unchanged. A copy has the modification time of its image.
-    If an earlier call was interrupted, copies whose times agree are kept.
+    A copy has the name and the modification time of its image. Shrunk copies are rotated by the
+    EXIF orientation. Images that are small enough and formats that Pillow does not write are copied
+    unchanged. If `out` has a copy with the modification time of its image, it is kept.
 
     Args:
         images: All images of a folder.
-        out: Folder of the copies. It must be new, empty, or have copies of the same folder.
+        out: Folder of the copies. It must be new, empty, or have copies of the same folder with the
+            same `side`.
         side: Maximum length in pixels of the shorter side of a copy.
 
     Returns:

@@ -52,12 +52,12 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 
 @dataclass(frozen=True)
 class Split:
-    """A split, such as `train2017`, or a share of it, such as `train2017:0-75%`.
+    """A split such as `train2017`, or a part of it such as `train2017:0-75%`.
 
     Attributes:
         name: Name of the split in the dataset.
-        start: Position in the sorted ids at which the share begins, in percent.
-        stop: Position in the sorted ids at which the share ends, in percent. It is exclusive.
+        start: Position in the sorted ids at which the part begins, in percent.
+        stop: Position in the sorted ids at which the part ends, in percent. It is exclusive.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> "Split":
-        """Parse a split in the form `NAME`, or a share of a split in the form `NAME:a-b%`.
+        """Parse a split in the form `NAME`, or a part of a split in the form `NAME:a-b%`.
 
         Raises:
             ConfigurationError: The text has neither of these forms, or `0 <= a < b <= 100` is
@@ -79,14 +79,14 @@ class Split:
             if split.start < split.stop <= 100:
                 return split
         raise ConfigurationError(
-            "expected a split such as train, or a share SPLIT:a-b% with 0 <= a < b <= 100 such as "
+            "expected a split such as train, or a part SPLIT:a-b% with 0 <= a < b <= 100 such as "
             f"train:0-75%, got {text!r}"
         )
 
     def cut(self, ids: Collection[str]) -> tuple[str, ...]:
-        """Return the ids that belong to this share of a split, sorted.
+        """Return the ids that belong to this part of a split, sorted.
 
-        Adjacent shares, such as 0-75% and 75-100%, neither overlap nor leave a gap.
+        Adjacent parts, such as 0-75% and 75-100%, neither overlap nor leave a gap.
         """
         first, last = (int(len(ids) * share / 100) for share in (self.start, self.stop))
         return tuple(sorted(ids)[first:last])
@@ -167,11 +167,11 @@ def read_list(path: Path) -> list[str]:
 def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
     """Return the id of the image that each line of a list refers to.
 
-    A line begins with an id, a file name or a path. Further columns may follow. After a file name,
-    they may have any content. After an id, they must be numbers or paths. Names may contain blanks
-    and dots, so the longest name with an existing file is used. For example, `pet0 (2)` is never
-    the id `pet0`, because "(2)" is not a number. A name may have another Unicode form in the list
-    than in the folder.
+    A line begins with an id such as "pet0", a file name or a path. Further columns may follow: any
+    text after a file name, but only numbers or paths after an id. For example, "pet0 (2)" is never
+    the id "pet0", because "(2)" is not a number. Names may contain blanks and dots, so the longest
+    name with an existing file is used. The list and the folder may use different Unicode forms of
+    a name.
 
     Args:
         lines: The lines of a list.
@@ -183,10 +183,7 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
     @cache
     def list_names(folder: str) -> dict[str, str]:
-        """Return a dictionary of the file names in a folder.
-
-        Its keys are these names and their composed Unicode forms (NFC).
-        """
+        """Return a dictionary from the names in a folder, and their Unicode NFC forms, to names."""
         names: list[str] = []
         with suppress(OSError), os.scandir(files.folder / folder) as entries:
             names = [entry.name for entry in entries]
@@ -223,7 +220,8 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
     """Yield the folder and file name of each path that a line of a list may contain.
 
-    Longer paths come first.
+    For the line "a/7.png 3", they are ("a", "7.png 3"), ("", "7.png 3"), ("a", "7.png") and
+    ("", "7.png").
     """
     for path in _drop_columns(line, suffix):
         *folders, name = [part for part in path.split("/") if part not in ("", ".", "..")] or [""]
@@ -236,10 +234,11 @@ def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
 
 
 def _drop_columns(line: str, suffix: str) -> Iterator[str]:
-    """Yield a line of a list, then the line without its last column, then without two, and so on.
+    """Yield the names with which a line of a list may begin, the longest first.
 
-    The rest of a line is only yielded if it is a file name, or if the removed columns are numbers
-    or paths.
+    They are the line itself, and the line without its last columns. Columns are only removed if
+    they are numbers or paths, or if the rest is a file name. For example, the line "pet0 1 2"
+    yields "pet0 1 2", "pet0 1" and "pet0".
     """
     yield line
     suffixes = (suffix.lower(), *IMAGE_SUFFIXES) if suffix else IMAGE_SUFFIXES
@@ -310,7 +309,8 @@ class CachedDataset(DatasetView):
 class ListedDataset(CachedDataset):
     """A dataset that lists its files once, so that all tasks of a command use the same images.
 
-    Fingerprints are computed again for each task, because files may change between two tasks.
+    Fingerprints (hashes of the images) are computed again for each task, because files may change
+    between two tasks.
     """
 
     def _open_images(self, method: str) -> ImageSet:

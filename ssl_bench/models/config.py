@@ -63,7 +63,8 @@ def registered_names(group: str) -> list[str]:
     """Return the names of all implementations in a group, including those of installed packages.
 
     Args:
-        group: "model" (encoders), "attention" or "graying" (see `ssl_bench.models.graying`).
+        group: "model" (encoders such as "vit"), "attention" (attention modules such as "softmax")
+            or "graying" (token graying, see `ssl_bench.models.graying`).
     """
     return [*_BUILT_IN[group], *entry_points(group)]
 
@@ -86,8 +87,8 @@ def find_registered(group: str, name: str) -> Any:
         return load_entry_point(points[name])
     expected = " or ".join(registered_names(group))
     raise ConfigurationError(
-        f"expected {expected} as {group}, got {name!r}. If a package defines this name, install "
-        "the package"
+        f"expected {expected} as {group}, got {name!r}. If this name comes from another package, "
+        "install that package"
     )
 
 
@@ -128,8 +129,8 @@ class EncoderConfig(ABC):
 
     Attributes:
         kind: Name that identifies the subclass in checkpoints, such as "vit".
-        training_fields: Names of the fields that affect training but not the forward pass. These
-            fields are not part of the identity of a trained encoder.
+        training_fields: Names of the fields that affect training but not the forward pass. Result
+            records do not store them, because the weights already reflect them.
         image_size: Side of training images in pixels.
         patch_size: Side of a patch in pixels, or 0 if the model reads tokens instead of images.
         dim: Width of the tokens.

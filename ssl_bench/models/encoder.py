@@ -72,8 +72,8 @@ class EncoderIdentity:
         strides: Stride of each block in pixels. Empty if all blocks have the stride `patch_size`.
         widths: Width of each block. Empty if all blocks are equally wide or the widths are unknown.
         any_size: Whether the encoder accepts image sizes other than `native_size`.
-        fallback_facets: Facet (kind of feature) to use instead of a default facet that the encoder
-            lacks, by the default facet.
+        fallback_facets: Replacements of default facets (kinds of features) that the encoder lacks.
+            For example, {"key": "token"} replaces keys by tokens.
     """
 
     uri: str
@@ -238,10 +238,10 @@ class Encoder(EncoderIdentity):
 def describe_library_model(model: nn.Module, library: str, name: str) -> dict[str, Any]:
     """Describe the architecture of another library's model by its name and a digest of its modules.
 
-    The digest covers the class of each module, and those attributes that are numbers, strings or
-    functions, such as an epsilon. For a user's own model (`library` is "module"), it leaves out the
-    names of the Python modules that define the classes. These names depend on how the model is
-    loaded, for example from a notebook or from `FILE.py:NAME`.
+    The digest covers the class of each module, and attributes such as an epsilon: numbers, strings
+    and functions. For a user's own model (`library` is "module"), the digest leaves out the import
+    path of each class. The path depends on how the model is loaded, for example from a notebook or
+    from `FILE.py:NAME`.
     """
     lines = [
         json.dumps(
@@ -285,8 +285,9 @@ def state_dict_sha256(module: nn.Module) -> str:
 def describe_config(config: EncoderConfig, *, strides: Sequence[int] = ()) -> dict[str, Any]:
     """Describe the architecture of an encoder of this suite as a JSON object.
 
-    The object is part of the encoder's identity. It contains all integers of the configuration, and
-    all other values that differ from their defaults. Fields that only affect training are left out.
+    Records use the object to identify the encoder. It contains all integers of the configuration,
+    even those with default values. Other values are included only if they differ from their
+    defaults. Fields that only affect training are left out.
 
     Args:
         config: Configuration of the encoder.

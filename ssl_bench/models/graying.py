@@ -327,13 +327,13 @@ def _normalise_trace(matrix: Square) -> Square:
 def _expand_power(
     power: float, like: Square
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], float, float]:
-    """Return the parts of a sum that approximates M^-power for symmetric M with eigenvalues l <= 1.
+    """Return the terms of a sum that approximates M^-power for a symmetric matrix M.
 
-    For each eigenvalue, l^-power is approximated by c - d l plus the sum of w / (l + t) over pairs
-    of a shift t and a weight w. The exact sum has infinitely many shifts, which form a geometric
-    sequence. The smallest shifts are merged into one, with the sum of their weights and their mean
-    position. The sum over the largest shifts is replaced by c - d l, the first two terms of its
-    power series.
+    M has the size of `like` and eigenvalues l <= 1. For each eigenvalue, l^-power is approximated
+    by c - d l plus the sum of w / (l + t) over pairs of a shift t and a weight w. The exact sum has
+    infinitely many shifts, which form a geometric sequence. The smallest shifts are merged into
+    one, with the sum of their weights and their mean position. The sum over the largest shifts is
+    replaced by c - d l, the first two terms of its power series.
 
     Returns:
         The identity matrix with the size and dtype of `like`, the pairs (t, w), c and d.

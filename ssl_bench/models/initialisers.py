@@ -221,10 +221,13 @@ class OsaInit(DefaultInit):
 
 
 def _separate_generator(weights: Float64[Tensor, "rows cols"]) -> Generator:
-    """Return a random generator for numbers that only some options need.
+    """Return a second random generator, for numbers that are drawn only with some options.
 
-    The main generator then draws the same numbers with and without these options. The seed of the
-    separate generator is the bit pattern of the first weight.
+    If the main generator drew them, these options would also change all weights that are drawn
+    later. The seed of the second generator is the bit pattern of the first weight.
+
+    Args:
+        weights: Weights that the main generator has drawn.
     """
     return Generator().manual_seed(int(weights[0, 0].view(torch.int64)))
 

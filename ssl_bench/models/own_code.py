@@ -51,7 +51,8 @@ def code_sha256(module: nn.Module) -> str:
 class _CodeLines:
     """Text lines that describe a module's code and the values that the code uses.
 
-    The lines form a set without an order, because the order of submodules depends on their names.
+    The lines are a set, so the digest of their sorted text does not depend on the order of
+    submodules.
     """
 
     def __init__(self) -> None:

@@ -82,6 +82,8 @@ PerHead = Float[Tensor, "batch tokens heads"]
 class StateSpaceConfig(EncoderConfig):
     """Architecture and initialisation of a Mamba that predicts the next token of a sequence.
 
+    The docstring of this module describes the state space model and mimetic initialisation.
+
     Attributes:
         version: Version of Mamba. "mamba1" has a step size for each channel, and a decay for each
             entry of the channel's state. "mamba2" has one step size and one decay for each head.
@@ -192,7 +194,10 @@ class Mamba1Mixer(nn.Module):
 
     @property
     def step_weight(self) -> Tensor:
-        """Return the matrix that maps `rank` numbers of a token to its step sizes."""
+        """Return the second matrix of the low-rank map from a token to its step sizes.
+
+        Its shape is channels x `rank`.
+        """
         return self.step.weight
 
     @property
@@ -377,11 +382,11 @@ def scan_channels(
     ten times as long, because each channel has its own matrix.
 
     Args:
-        inputs: Inputs x.
-        steps: Positive step sizes Delta.
-        decay: Decay A, at most 0.
-        keys: Keys B.
-        queries: Queries C.
+        inputs: Inputs x (batch x tokens x channels).
+        steps: Positive step sizes Delta (batch x tokens x channels).
+        decay: Decay A (channels x states), at most 0.
+        keys: Keys B (batch x tokens x states).
+        queries: Queries C (batch x tokens x states).
         chunk: Number of tokens whose states are in memory at the same time.
     """
     outputs = []

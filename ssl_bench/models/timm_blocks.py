@@ -89,7 +89,8 @@ def trace_blocks(model: Any) -> Shape:
     layouts = {stage.channels_last for stage in stages if stage.num_prefix_tokens is None}
     if len(prefixes) > 1 or len(layouts) > 1:
         raise UnsupportedBlocks(
-            "its blocks have different numbers of prefix tokens, or maps with different axes"
+            "its blocks have different numbers of tokens before the patches, or return feature "
+            "maps with different orders of axes"
         )
     blocks = [(name, stage) for stage in stages for name in stage.blocks]
     return Shape(
@@ -111,11 +112,16 @@ def _trace_stages(model: Any, names: Sequence[str], size: tuple[int, int]) -> li
     stages = list[_Stage]()
     for name, features in zip(names, expected, strict=True):
         if name not in outputs:
-            raise UnsupportedBlocks(f"{name or 'a stage'} does not return one tensor in each pass")
+            raise UnsupportedBlocks(
+                f"{name or 'a stage'} does not return exactly one tensor in a forward pass"
+            )
         rows, cols = features.shape[2:]
         stride = size[0] // rows
         if size != (rows * stride, cols * stride):
-            raise UnsupportedBlocks(f"{name} returns {rows} x {cols} positions for {size} pixels")
+            raise UnsupportedBlocks(
+                f"{name} returns {rows} x {cols} features for images of {size} pixels, so its "
+                "patches are not equal squares"
+            )
         used = {*names, *(block for stage in stages for block in stage.blocks)}
         blocks = _divide_stage(model, name, outputs, used)
         prefix, channels_last = _find_layout(model, name, outputs[name], features)
@@ -169,8 +175,9 @@ def _divide_stage(
 ) -> tuple[str, ...]:
     """Return the names of the blocks of a stage, in order.
 
-    The blocks are the modules inside the stage, if they have equal classes and output shapes, and
-    the last one returns the stage's output. Otherwise, the stage itself is its only block.
+    The modules inside the stage are its blocks if all have the same class and output shape, and if
+    the last one returns the stage's output. Each of them must contain further modules. Otherwise,
+    the stage itself is its only block.
 
     For Hiera, timm lists only the last block of each stage. Modules that precede it in the same
     `ModuleList` therefore also belong to the stage, if they have the same class and output shape.
@@ -238,8 +245,8 @@ def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple
 def _remove_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
     """Return the stages of a timm model without its stem.
 
-    The stem consists of the stages before the first stage that contains blocks. A stage of the same
-    class as these blocks does not belong to it.
+    The stem consists of the stages before the first stage that is divided into blocks. An earlier
+    stage is kept if it has the same class as these blocks. If no stage is divided, all are kept.
     """
     for first, (name, stage) in enumerate(zip(names, stages, strict=True)):
         if stage.blocks != (name,):

@@ -131,7 +131,8 @@ class TimmConfig(EncoderConfig):
         named = int(match[1]) if match else family.patch_size
         if "patch_size" not in family.options and self.patch_size not in (0, named):
             raise ConfigurationError(
-                f"model.patch_size of {family.name} is {named}, got {self.patch_size}. Remove it"
+                f"model.patch_size of {family.name} is always {named}, got {self.patch_size}. "
+                "Remove this key"
             )
         object.__setattr__(self, "patch_size", self.patch_size or named)
         has_windows = "window_size" in family.options

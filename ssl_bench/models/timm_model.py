@@ -50,7 +50,8 @@ class Shape:
         num_registers: Number of registers among the prefix tokens.
         channels_last: Whether the blocks return feature maps whose last axis is the channels.
         any_size: Whether the model accepts image sizes other than its native size.
-        blocks: Name of each block. Empty if the class of the model is in `KNOWN`.
+        blocks: Name of each block. Empty for the timm classes in `KNOWN`, such as
+            VisionTransformer, because `list_blocks` finds their blocks.
     """
 
     widths: tuple[int, ...]
@@ -66,14 +67,15 @@ class Shape:
 class TimmBackbone(nn.Module):
     """A timm model with the attributes that encoders need: a list `blocks` and a final `norm`.
 
-    For image sizes other than the native size, models whose class is in `KNOWN` resize their
-    position embeddings as in DINO. timm itself resizes them with antialiasing and without a margin,
-    so its features differ at these sizes. All other models resize their position embeddings as timm
-    does.
+    Images of other sizes than the native size need resized position embeddings. Models of the timm
+    classes in `KNOWN`, such as VisionTransformer, resize them as in DINO. timm itself resizes them
+    with antialiasing and without a margin, so its features differ at these sizes. All other models
+    resize their position embeddings as timm does.
 
     Args:
         model: The timm model. It is not copied.
-        traced: Result of `trace_blocks`. None if the class of the model is in `KNOWN`.
+        traced: Result of `trace_blocks`. None if the class of the model is in `KNOWN`, because
+            `list_blocks` finds its blocks.
     """
 
     def __init__(self, model: nn.Module, traced: Shape | None = None) -> None:
@@ -164,8 +166,8 @@ class TimmEncoder(TimmBackbone, EncoderModule):
         stem: Any = getattr(self.model, "stem", None)
         if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
             raise ConfigurationError(
-                "expected a ConvNeXt whose stem is a patch embedding, but that of "
-                f"model.name={config.name} is not",
+                "expected a ConvNeXt whose stem is one convolution over separate patches, but "
+                f"model.name={config.name} has another stem",
                 hint=("model.name=convnext_atto",),
             )
         coarsest = max(shape_of_model(self.model).strides)
@@ -209,7 +211,10 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
 
 
 def list_blocks(model: Any) -> list[nn.Module]:
-    """Return the blocks of all stages of a timm model, in order. Its class must be in `KNOWN`."""
+    """Return the blocks of all stages of a timm model, in order.
+
+    The class of the model must be in `KNOWN`, such as VisionTransformer or SwinTransformer.
+    """
     if (stages := _list_stages(model)) is None:
         return list(model.blocks)
     return [block for stage in stages for block in stage.blocks]
@@ -271,7 +276,8 @@ def _shape_of(described: str) -> Shape:
 def shape_of_model(model: Any) -> Shape:
     """Return the widths, strides and token counts of a timm model's blocks.
 
-    They are read from `model.feature_info`. The class of the model must be in `KNOWN`.
+    They are read from `model.feature_info`. The class of the model must be in `KNOWN`, such as
+    VisionTransformer or SwinTransformer.
     """
     blocks, stages = list_blocks(model), _list_stages(model)
     # `feature_info` has one entry per stage, or one per block if the model has no stages.

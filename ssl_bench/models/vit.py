@@ -118,9 +118,9 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Transformer block: optional token graying, then pre-norm attention, then a pre-norm MLP.
 
-    With a skip connection, the output of the attention or MLP is added to its input before the
-    norm. The input of the attention is the grayed tokens. Without a skip connection, the output
-    replaces the input.
+    Let x be the tokens after graying. With a skip connection, the attention replaces x by x +
+    attention(norm(x)). Without one, it replaces x by attention(norm(x)). The MLP does the same with
+    the result.
 
     Args:
         config: Configuration of the encoder. Its `graying_layers` and `drop_path` are ignored.

@@ -35,10 +35,11 @@ class Point(NamedTuple):
     Attributes:
         x: Block index, step, epoch or severity.
         value: The score. NaN makes a gap in the line. Infinity is drawn at the upper edge.
-        low: Lower end of the band at this point, usually of the 95 % interval. None without a band.
-        high: Upper end of the band at this point. None without a band.
-        is_degenerate: Whether the results of too many images are arbitrary. If so, the point is
-            drawn as a cross.
+        low: Lower end of the band around the line at this x, usually of the 95 % interval. None
+            without a band.
+        high: Upper end of the band at this x. None without a band.
+        is_degenerate: Whether more than half of the images have an arbitrary result. If so, the
+            point is drawn as a cross.
     """
 
     x: int | float
@@ -149,17 +150,18 @@ def draw_chart(
 ) -> Chart:
     """Compute the layout of a line chart in SVG coordinates.
 
-    The vertical axis covers all scores, intervals and baselines. It is logarithmic if the values
-    are positive plain numbers and the largest is more than 100 times the smallest.
+    The vertical axis covers all scores, intervals and baselines. It is logarithmic if `unit` is "",
+    all values are positive, and the largest is more than 100 times the smallest.
 
     Args:
         curves: The curves to draw.
         published: Names and values of published results. Values outside the vertical axis are not
             drawn.
-        unit: Unit of the scores: "%", or "" for plain numbers.
+        unit: Unit of the scores: "%", or "" for scores without a unit.
         y_label: Label of the vertical axis. The default is the unit.
         x_label: Label of the horizontal axis.
-        same_axes: Curves of other charts that have the same axes, so that the axes must cover them.
+        same_axes: Curves of other charts. The axes cover them too, so that all these charts have
+            the same axes.
         has_round_ticks: Whether the ticks of the horizontal axis are round numbers from 0.
             Otherwise, they are the whole numbers among the x coordinates of all points.
         baselines: Names and values of image-independent baselines.
@@ -296,10 +298,10 @@ def choose_log_ticks(low: float, high: float, max_count: int = 6) -> tuple[float
 def spread_labels(
     heights: Sequence[float], gap: float, low: float, high: float
 ) -> tuple[float, ...]:
-    """Move labels up or down, so that the distances between them are at least `gap`.
+    """Return new y coordinates of labels, which are at least `gap` apart.
 
-    `heights` contains their y coordinates. The labels keep their order and stay between `low` and
-    `high`. If there is no room for all of them, some overlap at `low`.
+    `heights` contains their present y coordinates. The labels keep their order and stay between
+    `low` and `high`. If there is no room for all of them, some overlap at `low`.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     moved = list(heights)
@@ -325,7 +327,7 @@ def _format_tick(value: float) -> str:
 
 
 def _omit_crowded(ticks: Sequence[Tick]) -> list[Tick]:
-    """Leave out ticks whose label would overlap with the label of the previous tick."""
+    """Return the ticks without those whose label would overlap the label of the previous tick."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
         if tick.position - kept[-1].position >= _LETTER_WIDTH * len(tick.label) + 4:

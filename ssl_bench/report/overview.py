@@ -37,8 +37,8 @@ class Leaderboard(NamedTuple):
             has at least one column.
         checkpoints: The rows, from the best to the worst mean rank over the panels.
         fact_names: Names of the properties that differ between checkpoints, such as "depth".
-        fact_rows: Values of these properties for each checkpoint, in order of its number. Missing
-            values are "".
+        fact_rows: Values of these properties, with one row per checkpoint in order of
+            `Checkpoint.number`. Missing values are "".
         shared_facts: Names and values of the properties that are equal for all checkpoints.
     """
 
@@ -64,9 +64,9 @@ def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 
 
 def list_best(panel: Panel) -> set[Checkpoint]:
-    """Return the checkpoints with the highest score. In case of a tie, there are several.
+    """Return the checkpoint with the highest score at its best block, or several if they tie.
 
-    The set is empty if fewer than two checkpoints have a best block.
+    The set is empty if fewer than two checkpoints have a best block (see `Entry.is_rankable`).
     """
     highest = max((line.best_value for line in panel.ranked_lines), default=None)
     lines = panel.ranked_lines if len(panel.ranked_lines) > 1 else ()
@@ -74,12 +74,14 @@ def list_best(panel: Panel) -> set[Checkpoint]:
 
 
 def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
-    """Return the checkpoints that score lower than the best checkpoint, but not significantly.
+    """Return the checkpoints whose score is lower than the highest one, but not significantly.
 
-    If both checkpoints have per-image scores for the same images and seed, a difference is
-    significant if its paired 95 % interval excludes 0. Otherwise, it is significant unless the 95 %
-    intervals of both scores overlap. If one of these intervals is unknown, the difference counts as
-    significant.
+    Each checkpoint is scored at its best block. There are two tests:
+
+    - Paired: a difference is significant if its 95 % interval excludes 0. This test is used if both
+      checkpoints have per-image scores for the same images and seed.
+    - Otherwise, a difference is significant if the 95 % intervals of the two scores do not overlap,
+      or if one of these intervals is unknown.
     """
     entries = {line.checkpoint: best for line in panel.lines if (best := line.best_entry)}
     best = list_best(panel)
@@ -103,13 +105,20 @@ def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
 
 
 def list_winners(panel: Panel) -> set[Checkpoint]:
-    """Return the checkpoints with the highest score, if it is significantly above all baselines."""
+    """Return the checkpoints with the highest score, if it is significantly above all baselines.
+
+    The baselines are image-independent, such as predicting the most frequent class.
+    """
     entries = {one: panel.find_headline_entry(one) for one in list_best(panel)}
     return {one for one, entry in entries.items() if entry and not panel.describe_unbeaten(entry)}
 
 
 def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
-    """Return sentences on the encoders that are best most often, and on unbeaten baselines."""
+    """Return sentences on the encoders that are best most often, and on baselines.
+
+    The baselines are image-independent, such as predicting the most frequent class. A sentence
+    names the tasks in which no encoder is significantly above its baseline.
+    """
     compared = [panel for panel in panels if list_best(panel)]
     won: dict[Checkpoint, list[str]] = defaultdict(list)
     for panel in compared:
@@ -170,7 +179,11 @@ class BlockGroup(NamedTuple):
 
 
 def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
-    """Arrange the scores of one checkpoint in tables of at most `_MAX_COLUMNS` columns."""
+    """Return the scores of one checkpoint as tables, grouped by task and split.
+
+    A table has at most `_MAX_COLUMNS` columns. `lines` contains pairs of a panel (group of
+    comparable scores) and the checkpoint's scores in this panel.
+    """
     line_by_panel = {panel.number: line for panel, line in lines}
     groups = []
     for task, of_task in group_by_task([panel for panel, _ in lines]).items():
@@ -190,11 +203,12 @@ def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
 def summarize_checkpoints(
     store: ResultStore, panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 ) -> dict[Checkpoint, list[str]]:
-    """Return the summaries of each checkpoint: one text per task, split and protocol.
+    """Return texts that summarise each checkpoint, one per task, split and protocol.
 
-    A protocol is a preset of a probe's settings. Checkpoints without scores are left out. Blocks
-    are compared by paired differences on the same images. With more than `MAX_PAIRED` checkpoints,
-    this would take too long, so 95 % intervals are compared instead.
+    A protocol is a preset of a probe's settings. Checkpoints without scores are left out. Each text
+    compares the best block with the other blocks, by paired differences on the same images. With
+    more than `MAX_PAIRED` checkpoints, this would take too long. The 95 % intervals of the scores
+    are then compared instead.
     """
     chosen = _select_summarized_panels(panels)
     protocols = defaultdict[tuple[str, str], set[str]](set)
@@ -223,10 +237,11 @@ def summarize_checkpoints(
 
 
 def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels that are summarised: for each task and split, those that represent it.
+    """Return the panels that `summarize_checkpoints` describes.
 
-    A panel is a group of comparable scores. Panels are also chosen for each protocol (preset of a
-    probe's settings) separately. Panels of the same task and split follow each other.
+    A panel is a group of comparable scores. `select_headline_panels` chooses them among all panels,
+    and once more among the panels of each protocol (preset of a probe's settings). Panels of the
+    same task and split follow each other.
     """
     chosen = {panel.number: panel for panel in select_headline_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):
@@ -241,10 +256,10 @@ def find_lower_blocks(
 ) -> set[int] | None:
     """Return the blocks that score significantly lower than the best block, or None if unknown.
 
-    A score is significantly lower if the 95 % interval of its paired difference to the best score
-    excludes 0. If `is_paired` is False or there are no per-image scores, the 95 % interval of the
-    block must lie below that of the best block. Degenerate blocks, where too many images have an
-    arbitrary result, are never returned.
+    If `is_paired` and per-image scores are stored, scores are compared image by image. A block is
+    then significantly lower if the 95 % interval of the difference excludes 0. Otherwise, the 95 %
+    interval of its score must lie below that of the best block. Degenerate blocks, where too many
+    images have an arbitrary result, are never returned.
     """
     best = line.best_entry
     if best is None:

@@ -347,10 +347,11 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
 
 
 def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, Any]]:
-    """Return tables with the IoU of each class, one per dataset, protocol, facet and settings.
+    """Return tables with the IoU of each class (rows) at each block (columns).
 
-    A facet is a kind of feature, and a protocol is a preset of settings. If there are several kinds
-    of mean IoU, only the first recorded one (`miou_holdout`) has a table. Classes without an IoU at
+    There is one table for each task, split, facet (kind of feature), protocol (preset of settings)
+    and combination of other settings. If `lines` contains several mean IoU metrics, such as
+    `miou_holdout` and `miou_oracle`, the table belongs to the first one. Classes without an IoU at
     any block have no row, but are counted.
     """
     tables: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -377,7 +378,11 @@ def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, A
 
 
 def _list_settings(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return each distinct combination of settings, with a note on how its scores were computed."""
+    """Return the different settings with which the records (stored scores) were computed.
+
+    Each element also contains a title, a note on how the scores were computed, and the fingerprint
+    (digest) of the scored images.
+    """
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         title = (

@@ -52,7 +52,10 @@ class Side(NamedTuple):
     seed: int
 
     def is_paired_with(self, other: "Side") -> bool:
-        """Return whether both checkpoints have the same number of images and the same seed."""
+        """Return whether the scores of both checkpoints can be compared image by image.
+
+        This requires the same number of images and the same seed.
+        """
         return len(self.image_names) == len(other.image_names) and self.seed == other.seed
 
 
@@ -111,10 +114,10 @@ def choose_pairs(
 
 
 def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | None:
-    """Load a checkpoint's per-image scores in a panel, for the lowest seed.
+    """Load a checkpoint's per-image scores at each block, for the lowest seed.
 
-    A panel is a group of comparable scores. Return None if none are stored, or if their shape
-    differs between blocks.
+    `panel` is a group of comparable scores. Return None if no per-image scores are stored, or if
+    their arrays have different shapes at different blocks.
     """
     line = panel.find_line(checkpoint)
     records = [record for entry in line.entries for record in entry.records] if line else []
@@ -187,10 +190,10 @@ def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | 
 
 
 def _count_correct(first: PerImage, second: PerImage) -> list[int] | None:
-    """Count the images by which of two checkpoints predict them correctly.
+    """Return how many images both checkpoints, only one of them, or neither predicts correctly.
 
-    The four counts are for both checkpoints, only the first, only the second, and neither. The
-    result is None if the per-image scores do not state whether an image is correct.
+    The order is: both, only the first, only the second, neither. Return None if the per-image
+    scores are not one integer per image: 1 if the image is correct, 0 if it is wrong.
     """
     # If there is one integer per image, it says whether the image is correct. Other per-image
     # values are percentages, counts or the results of several draws.

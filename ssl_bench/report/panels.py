@@ -60,7 +60,8 @@ class Checkpoint:
         is_skipless: Whether the architecture or the name says that the encoder has no skip
             connections.
         style: CSS classes for colour and dashes.
-        picture_folders: Names of the folders of its pictures, without the suffix for the image set.
+        picture_folders: First parts of the names of its picture folders. The rest of a name is "-"
+            and eight digits that identify a set of images.
     """
 
     number: int
@@ -178,18 +179,25 @@ class Line:
 
     @cached_property
     def best_entry(self) -> Entry | None:
-        """The highest score with its block, or None if no score can be the best."""
+        """The highest score with its block, or None if no block can be the best.
+
+        `Entry.is_rankable` states which blocks can be the best.
+        """
         candidates = [entry for entry in self.entries if entry.is_rankable]
         return max(candidates, key=lambda entry: entry.value, default=None)
 
     @property
     def best_value(self) -> float:
-        """The highest score, or minus infinity if no score can be the best."""
+        """The score of the best block, or minus infinity if `best_entry` is None."""
         return self.best_entry.value if self.best_entry else -math.inf
 
     @cached_property
     def marked_entries(self) -> tuple[Entry, ...]:
-        """The scores to mark as best, or () if several blocks all have the same score."""
+        """The scores that are marked as best: the highest score, or several if they tie.
+
+        The tuple is empty if all of several blocks have the same score, or if `best_entry` is None.
+        Degenerate blocks, where too many images have an arbitrary result, are ignored.
+        """
         if self.best_entry is None:
             return ()
         equal = tuple(entry for entry in self._valid if entry.value == self.best_entry.value)
@@ -199,7 +207,7 @@ class Line:
     def best_blocks_text(self) -> str:
         """The blocks with the best score as text, such as "block 3" or "all 12 blocks equal".
 
-        If no block is the best, the text names the last block.
+        If `best_entry` is None, this is the last block, such as "block 11, degenerate".
         """
         if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"
@@ -225,7 +233,8 @@ class Panel:
         unit: "%", or "" for plain numbers.
         settings_text: Settings that distinguish the panel from others with the same metric and
             protocol (preset), such as ", lr=0.1", or "".
-        footnote: Notes about the scores, such as the number of images, the seeds and the versions.
+        footnote: Notes about the scores, such as the number of images, the seeds and the software
+            versions.
     """
 
     number: int
@@ -268,9 +277,9 @@ class Panel:
 
     @property
     def record(self) -> Record:
-        """One record (a stored score) of the panel (a group of comparable scores).
+        """The first record (stored score) of this panel.
 
-        All records of a panel have the same images and settings.
+        All records of a panel have the same images and settings, so any of them can be used.
         """
         return self.lines[0].entries[0].records[0]
 
@@ -298,7 +307,7 @@ class Panel:
 
     @property
     def ranked_lines(self) -> list[Line]:
-        """The lines of checkpoints that have a best block."""
+        """The lines of checkpoints that have a best block (`Line.best_entry` is not None)."""
         return [line for line in self.lines if line.best_entry]
 
     @cached_property
@@ -328,17 +337,21 @@ class Panel:
         return max(record.created for record in self.records)
 
     def describe_unbeaten(self, entry: Entry) -> str:
-        """Name the baselines that a score does not significantly exceed.
+        """Return a text that names the baselines which a score does not significantly exceed.
 
-        The text is, for example, "not significantly above centre box 43.0". It is "" if all
-        baselines are below the 95 % interval of the score.
+        The baselines are image-independent. The text is, for example, "not significantly above
+        centre box 43.0". It is "" if all baselines are below the 95 % interval of the score.
         """
         low = entry.value if entry.low is None else entry.low
         names = [name for name, value in self.baselines if low <= value]
         return f"not significantly above {' and '.join(names)}" if names else ""
 
     def find_headline_entry(self, checkpoint: Checkpoint) -> Entry | None:
-        """Return a checkpoint's score at its best block, or at the last block if none is best."""
+        """Return the score that represents a checkpoint, or None if it has no score here.
+
+        This is the score of its best block. If no block can be the best, it is the score of the
+        last block.
+        """
         line = self.find_line(checkpoint)
         return (line.best_entry or line.entries[-1]) if line else None
 
@@ -353,9 +366,9 @@ class Panel:
 def group_into_panels(
     records: Sequence[Record], checkpoints: Sequence[Checkpoint]
 ) -> tuple[Panel, ...]:
-    """Return one panel per group of comparable records, which are stored scores.
+    """Return one panel for each group of records (stored scores) that can be compared.
 
-    The groups are those of `comparable_groups`.
+    `comparable_groups` forms these groups.
     """
     groups = comparable_groups(records)
     firsts = [group[0] for group in groups]
@@ -418,12 +431,11 @@ def choose_headline_metric(panels: Sequence[Panel]) -> str:
 
 
 def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
-    """Choose the panels that represent each task on each split of a dataset.
+    """Return the panels that represent each task on each split of a dataset.
 
-    A panel is a group of comparable scores. Usually one panel is chosen: among those of the task's
-    main metric, the one with the most checkpoints. If checkpoints are missing in it, further panels
-    are added for them. These have the same facet (kind of feature) and protocol (preset) if
-    possible.
+    A panel is a group of comparable scores. Only panels of the task's main metric are considered.
+    The one with the most checkpoints is chosen. If it lacks some checkpoints, further panels are
+    added for them. These have the same facet (kind of feature) and protocol (preset) if possible.
     """
 
     def rank(panel: Panel) -> tuple[int, int, int, bool, str, str]:
@@ -454,9 +466,9 @@ def rank_checkpoints(
 ) -> list[Checkpoint]:
     """Sort checkpoints by their mean rank over panels, best first.
 
-    A panel is a group of comparable scores, by which its checkpoints are ranked. Each rank is
-    divided by the number of ranked checkpoints in the panel. Panels with a single ranked checkpoint
-    are ignored. Checkpoints without any rank come last.
+    A panel is a group of comparable scores. In each panel, checkpoints are ranked by the score of
+    their best block, and ranks are divided by the number of ranked checkpoints. Panels with a
+    single ranked checkpoint are ignored. Checkpoints without any rank come last.
     """
     ranks: dict[str, list[float]] = defaultdict(list)
     for panel in panels:

@@ -130,11 +130,11 @@ class Gallery:
     files[image]`.
 
     Attributes:
-        images: First digits of the dataset's fingerprint, which identify the image set.
-        variant: Protocol and facet (kind of feature), as in the names of picture folders.
-        prefixes: First part of each path, by block index. If pictures show all blocks, the only key
-            is None.
-        files: Last part of each path, by image title.
+        images: Eight digits that identify the image set, from the digest of its images.
+        variant: Protocol and facet (kind of feature), such as "reference key".
+        prefixes: First part of each path, by block index. If each picture shows all blocks, the
+            only key is None.
+        files: Last part of each path, by the title of the image.
         data: Label of the image set. Empty unless the dataset has several image sets.
     """
 
@@ -158,7 +158,11 @@ class Gallery:
 
     @property
     def kind(self) -> tuple[str, str, str, str, bool]:
-        """Key that is equal for corresponding galleries of different checkpoints."""
+        """Key by which galleries of different checkpoints are matched.
+
+        It contains the task, the dataset, the image set, the variant, and whether each picture
+        shows all blocks.
+        """
         return self.task, self.dataset, self.images, self.variant, not self.layers
 
     @property
@@ -209,7 +213,16 @@ def find_galleries(
 def _find_block_galleries(
     template: Gallery, start: str, names: Sequence[PurePosixPath]
 ) -> list[Gallery]:
-    """Return the galleries with one picture per image and block, stored in one folder per block."""
+    """Return the galleries with one picture per image and block.
+
+    Only images with a picture at every block are kept.
+
+    Args:
+        template: A gallery with the task, dataset and image set, whose other fields are filled in.
+        start: Path of the picture folder, relative to the results folder.
+        names: Paths of the pictures, relative to `start`. Pictures of block NN are in a folder
+            blockNN or blockNN_FACET.
+    """
     images: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     prefixes: dict[tuple[str, int], str] = {}
     for name in names:
@@ -236,9 +249,11 @@ def _find_overview_galleries(
 ) -> list[Gallery]:
     """Return the galleries in which each picture shows all blocks.
 
-    Such a picture has the name PROTOCOL-FACET-IMAGE.png or FOLDER/NAME.png. `variants` contains the
-    pairs of protocol (preset of settings) and facet (kind of feature) to recognise. Files
-    blockNN_FACET.png show many images at one block, and are left out.
+    Such a picture is named PROTOCOL-FACET-IMAGE.png, or it is in a subfolder whose name becomes the
+    variant. Files blockNN_FACET.png are left out, because they show many images at one block.
+
+    `variants` contains the known pairs of PROTOCOL (preset of settings) and FACET (kind of
+    feature). `_find_block_galleries` describes the other arguments.
     """
     starts = {f"{protocol}-{facet}-": f"{protocol} {facet}" for protocol, facet in variants}
     # Try longer prefixes first, because one prefix may be the start of another.
@@ -261,9 +276,10 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 
 
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
-    """Return a dictionary from image titles to files.
+    """Return the path of each picture by its title.
 
-    If two images have the same title, the keys are the image names instead.
+    `files` contains the paths by file name without suffix. A title is such a name without the
+    digest at its end (see `figure_title`). If two titles are equal, all keys are names instead.
     """
     titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
@@ -288,7 +304,10 @@ def keep_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: in
 def pair_galleries(
     first: Sequence[Gallery], second: Sequence[Gallery]
 ) -> list[tuple[Gallery, Gallery]]:
-    """Return pairs of corresponding galleries, with only the blocks and images that both have."""
+    """Return pairs of galleries with the same `Gallery.kind`, one of each checkpoint.
+
+    Only the blocks and images that both galleries have are kept.
+    """
     others = {gallery.kind: gallery for gallery in second}
     pairs = []
     for gallery in first:
@@ -355,10 +374,11 @@ def select_strips(
 ) -> list[Strip]:
     """Choose rows of pictures for the overview page: one per checkpoint, for a few tasks.
 
-    A row shows one image at every block. Images that more checkpoints have are preferred, and among
-    these, the image with the most `hits` (see `count_hits`). If a task and dataset have several
-    image sets, only the sets on which the scores in `panels` (groups of comparable scores) were
-    computed are shown.
+    A row shows one image at every block. The image of which the most checkpoints have pictures is
+    chosen. If several are equal, the one with the most `hits` is chosen (see `count_hits`).
+
+    If `panels` (groups of comparable scores) contain the task and dataset, only pictures of the
+    scored images are shown. The results folder may also contain pictures of older images.
     """
     scored = {(p.task, p.dataset, short_fingerprint(p.record.dataset_fingerprint)) for p in panels}
     places = {place[:2] for place in scored}
@@ -396,9 +416,11 @@ def select_strips(
 
 
 def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
-    """Count, for each image, the encoders whose best block finds the object in the image.
+    """Return, for each image, how many encoders find the object in it at their best block.
 
-    The keys are the names of picture files.
+    Only tasks that search for an object count (see `TaskTexts.finds_objects`), each on its own.
+    Scores in percent are divided by the highest score, so that they count as fractions. The keys
+    are the file names of the pictures.
     """
     hits: dict[str, float] = defaultdict(float)
     for panel in panels:

@@ -41,7 +41,10 @@ class Trend:
 
     @property
     def highest(self) -> float:
-        """Highest score that can be marked as best, or minus infinity if there is none."""
+        """Highest score that can be the best (see `Entry.is_rankable`).
+
+        It is minus infinity if there is no such score.
+        """
         entries = self.table.entries.values()
         return max((entry.value for entry in entries if entry.is_rankable), default=-math.inf)
 
@@ -63,9 +66,8 @@ class Trend:
 class PanelTrends(NamedTuple):
     """Scores over epochs for the runs that were probed at several epochs.
 
-    All scores belong to one panel, a group of comparable scores.
-
-    `problems` explains why some runs are not drawn.
+    All scores belong to one panel, a group of comparable scores. `problems` explains why some runs
+    are not drawn, for example because two runs have the same name.
     """
 
     panel: Panel

@@ -83,7 +83,7 @@ def write_report(report: Report, folder: Path) -> None:
     """Write all pages and copy the pictures. An older report is only replaced at the end.
 
     Raises:
-        ConfigurationError: The folder contains files other than a report.
+        ConfigurationError: The folder is not empty, but contains no report.
         MachineError: The folder cannot be written. An older report is kept.
     """
     environment = Environment(
@@ -142,7 +142,7 @@ def require_replaceable(folder: Path) -> None:
         )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT_MARK).is_file():
         raise ConfigurationError(
-            f"cannot write the report to {folder}, which contains files other than a report",
+            f"cannot write the report to {folder}, which is not empty but contains no report",
             hint=hint,
         )
 

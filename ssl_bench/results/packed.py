@@ -25,7 +25,8 @@ class Row(NamedTuple):
     Attributes:
         content: Content of the JSON file.
         images: Content of the `.npz` file with per-image values. None if there is no such file.
-        digest: Digest of the row. None if an older version wrote the row.
+        digest: SHA-256 of the JSON file's path, `content` and `images`. None if an older version
+            wrote the row.
     """
 
     content: bytes
@@ -41,7 +42,8 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]
         paths of the rows' former JSON files, below `root`.
 
     Raises:
-        DataError: The Parquet file cannot be read, or it has a wrong number of rows.
+        DataError: The Parquet file cannot be read, or its number of rows differs from the number
+            in its metadata.
     """
     try:
         content = pyarrow.BufferReader(read_untrusted(root, path, MAX_PACKED_BYTES))
@@ -51,7 +53,7 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]
         number, has_digests = str(table.num_rows).encode(), _ROW_DIGEST in table.column_names
         digests = table.column(_ROW_DIGEST).to_pylist() if has_digests else [None] * table.num_rows
         if (table.schema.metadata or {}).get(_NUM_ROWS, number) != number:
-            raise ValueError(f"it has {table.num_rows} rows, but states another number of rows")
+            raise ValueError(f"found {table.num_rows} rows, but its metadata state another number")
         valid, damaged = {}, {}
         for file, record, images, digest in zip(*columns, digests, strict=True):
             row = Row(record, images, digest)
@@ -62,7 +64,7 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]
     except Exception as error:
         if not isinstance(error, pyarrow.ArrowMemoryError):
             reraise_out_of_memory(error)
-        raise DataError(f"cannot read {path} ({error}). Restore or remove it") from error
+        raise DataError(f"cannot read {path} ({error}). Restore a copy or remove it") from error
     return valid, damaged
 
 

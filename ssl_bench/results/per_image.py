@@ -128,8 +128,9 @@ def guess_kind(metric: str, per_image: PerImage) -> str:
 def matches_record(per_image: PerImage, record: Record) -> bool:
     """Return whether per-image values match their record.
 
-    The metric that is computed from them must equal the recorded value up to rounding. The result
-    is False if their kind is unknown, or if their shape or counts are impossible.
+    The metric that is computed from them must equal the recorded value up to rounding. The values
+    must also have the shape of a known kind (see `PerImageKind`). Pixel counts must be consistent.
+    For example, a class cannot have more correct pixels than predicted pixels.
     """
     kind = _KINDS.get(record.per_image_kind or guess_kind(record.metric, per_image))
     shape = per_image.shape[1:]
@@ -199,14 +200,14 @@ class ImageCurve:
         return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
 
     def choose_held_out(self) -> tuple[PerImage, list[int]]:
-        """Split the images into folds, and choose the best block for each fold on the other folds.
+        """Choose a block for each fold of images: the block that is best on the other folds.
 
-        The images are assigned to folds at random, with seed 0. At least one block must be in
-        `candidates`.
+        The images are split into `NUM_FOLDS` random folds, always with seed 0. At least one block
+        must be in `candidates`.
 
         Returns:
-            Per-image values, each from the block that was chosen for the fold of the image, and the
-            index of the block that was chosen for each fold.
+            For each image, the values of the block that was chosen for its fold. Also the index of
+            the chosen block of each fold.
         """
         first = next(iter(self.per_image.values()))
         order = np.random.default_rng(0).permutation(len(first))
@@ -235,9 +236,10 @@ class ImageCurve:
 
     @property
     def held_out(self) -> Estimate:
-        """Metric of the best block, which is chosen for each fold of images on the other folds.
+        """Metric if no image is scored with a block that was chosen on this image.
 
-        If no block can be reported as best, this is the metric of the last block.
+        The images are split into folds. Each fold is scored with the block that is best on the
+        other folds. If no block can be reported as best, this is the metric of the last block.
         """
         return self._held_out[0]
 
@@ -251,9 +253,9 @@ class ImageCurve:
 
     @property
     def held_out_degenerate_percent(self) -> float | None:
-        """Percentage of degenerate images at the blocks `held_out_layers`, or None if unknown.
+        """Percentage of degenerate images, averaged over the blocks in `held_out_layers`.
 
-        The result of a degenerate image is arbitrary.
+        The result of a degenerate image is arbitrary. None if no percentage was recorded.
         """
         # The sizes of the folds differ by at most one image, so each fold has the same weight.
         percents = [self.degenerate[n] for n in self.held_out_layers if n in self.degenerate]

@@ -78,7 +78,10 @@ _MAX_SETTING_CHARACTERS = 24
 
 @dataclass(frozen=True)
 class TrainingImages:
-    """The images on which a probe was trained before it was evaluated on other images."""
+    """The images on which a probe was trained before it was evaluated on other images.
+
+    `fingerprint` is a digest that identifies the images and their annotations.
+    """
 
     split: str
     fingerprint: str
@@ -93,7 +96,7 @@ class TrainingImages:
 class RecordedCorruption:
     """The corruption of the scored images, with its severity from 1 (mild) to 5 (strong).
 
-    `dataset` and `fingerprint` identify the original images, without the corruption.
+    `dataset` and `fingerprint` (a digest) identify the images before the corruption.
     """
 
     name: str
@@ -156,7 +159,9 @@ def is_degenerate(percent: float | None) -> bool:
 
 
 def block_stride(architecture: Mapping[str, Any], layer: int) -> int | None:
-    """Return the stride of a block's tokens in pixels, or None if all blocks have equal strides.
+    """Return the distance between neighbouring tokens of a block in pixels (stride).
+
+    Return None if all blocks have the same stride, as in a ViT, or if the strides are unknown.
 
     Args:
         architecture: Field `architecture` of a record.
@@ -236,7 +241,10 @@ class ResultKey:
         """Return the path of the record's file below `records`: two folders and the file name."""
         for name in (self.task, self.facet, self.metric):
             if not is_file_name(name):
-                raise DataError(f"{name!r} cannot be part of a file name. Choose another name")
+                raise DataError(
+                    f"the name {name!r} of a task, facet or metric cannot be part of a file name. "
+                    "Choose another name"
+                )
         return self.task, file_name(self.dataset), self.filename()
 
 
@@ -313,7 +321,7 @@ class Record(ResultKey):
 
     @property
     def stride(self) -> int | None:
-        """The stride of the block's tokens in pixels, or None if all blocks have equal strides."""
+        """The distance between the block's neighbouring tokens in pixels (see `block_stride`)."""
         return block_stride(self.architecture, self.layer)
 
     @property
@@ -364,12 +372,13 @@ _VERSIONS = ("metric_version", "pipeline_version")
 def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -> str:
     """Return the digest that identifies a result: 16 hexadecimal digits of the SHA-256 of its key.
 
-    The key is converted to JSON. Version numbers that are 1 are left out.
+    The key is converted to JSON. Version numbers are left out if they are 1, so that the digests of
+    older records stay valid.
 
     Args:
         key: The key.
-        json_texts: Canonical JSON of some fields, if the caller already has it. All other fields
-            are converted here.
+        json_texts: JSON texts of some fields by name, if the caller already has them. They must be
+            results of `canonical_json`, which also converts all other fields.
     """
     texts = json_texts or {}
     items = (
@@ -381,7 +390,7 @@ def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -
 
 
 def canonical_json(value: Any) -> str:
-    """Return a value as JSON text with sorted names, so that equal values give equal texts."""
+    """Return a value as JSON text with sorted keys, so that equal values give equal texts."""
     # For a string, this function returns the same as `json.dumps`, but is ten times faster.
     if type(value) is str:
         return encode_basestring_ascii(value)
@@ -667,7 +676,7 @@ def unify_settings(records: Sequence[Record]) -> list[Record]:
 def replace_settings(record: Record, **settings: Any) -> Record:
     """Return a copy of a record with new values of the fields `settings` or `changed`.
 
-    The copy keeps the record's digest, because the digest is part of the name of the record's file.
+    The copy keeps the digest of the original record, because the name of the file contains it.
     """
     copy = replace(record, **settings)
     vars(copy)["digest"] = record.digest

@@ -571,7 +571,7 @@ def _drop_versions(record: Record) -> ResultKey:
 
 
 def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
-    """Return the newest metric version and pipeline version of each task.
+    """Return the newest versions of each task's code: (`metric_version`, `pipeline_version`).
 
     They are the largest version numbers in the records and in the installed code.
     """
@@ -599,8 +599,8 @@ def _parse_image_ids(content: bytes) -> tuple[str, ...]:
 def _training_run_error(folder: Path) -> DataError | None:
     """Return an error if a folder is a training run instead of a folder of results, or else None.
 
-    The message contains the last loss. It also contains the last values of measurements that were
-    not made at the first step.
+    The message contains the loss in the last row of the training log. It also contains values that
+    the first row lacks, such as a validation accuracy.
     """
     log = folder / "log.jsonl"
     try:

@@ -129,9 +129,10 @@ def free_gpu_memory(device: torch.device) -> int:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device through pinned memory.
+    """Copy a tensor to a device.
 
-    The host does not wait for earlier work on the device.
+    If it is a CUDA GPU, the CPU does not wait for earlier work of the GPU. The copy therefore goes
+    through pinned memory, which the GPU can read by itself.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -345,10 +346,10 @@ def value_counts(
     size: int,
     weights: Float[Tensor, " places"] | None = None,
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
-    """Count how often each number from 0 to `size` - 1 occurs in `values`.
+    """Return how often each number from 0 to `size` - 1 occurs in `values`.
 
     With `weights`, return the sum of the weights for each number instead. `torch.bincount` is only
-    used on a CPU, because on other devices it makes the host wait.
+    used on a CPU. On a GPU, it would make the CPU wait until the GPU has finished.
     """
     if values.device.type == "cpu":
         return torch.bincount(values, weights, size)
@@ -360,7 +361,7 @@ def scatter_value_counts(
     size: int,
     weights: Float[Tensor, " places"] | None = None,
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
-    """Count like `value_counts`, but with `scatter_add_`, which never makes the host wait."""
+    """Return the same as `value_counts` by `scatter_add_`, which never makes the CPU wait."""
     if weights is None:
         ones = torch.ones(1, dtype=torch.int64, device=values.device)
         return ones.new_zeros(size).scatter_add_(0, values.long(), ones.expand(len(values)))

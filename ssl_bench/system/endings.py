@@ -41,9 +41,13 @@ def handle_signals(
 ) -> Generator[None]:
     """Use `handler` for the named signals in this context, then restore the previous handlers.
 
-    Outside the main thread this has no effect, because Python does not allow handlers there. If
-    SIGHUP is ignored, it stays ignored, as `nohup` expects. Otherwise, if SIGHUP reports a closed
-    terminal, the output is redirected to /dev/null.
+    Outside the main thread this has no effect, because Python does not allow handlers there. A
+    SIGHUP that is already ignored stays ignored, as `nohup` expects. Any other SIGHUP may report a
+    closed terminal. Output to it is then redirected to /dev/null before `handler` is called.
+
+    Args:
+        names: Names of signals, such as "SIGTERM". Signals that the system lacks are left out.
+        handler: Function that is called with the signal number and the current stack frame.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -85,7 +89,7 @@ def _discard_lost_output() -> None:
 
 
 def raise_stop_signal(number: int, frame: FrameType | None) -> None:
-    """Raise `StopSignal`. This is the signal handler of commands that need no saving at the end."""
+    """Raise `StopSignal`. Commands that save nothing at the end use this as signal handler."""
     del frame
     raise StopSignal(number)
 
@@ -182,7 +186,12 @@ class Outcome:
         return "failed" if self.exit_code else "finished"
 
     def line(self, count: str, title: str) -> str:
-        """Return a message such as "finished 2 of 9 in 40 s, pca on toy val, skip"."""
+        """Return a message such as "finished 2 of 9 in 40 s, pca on voc2012 val, vit_small".
+
+        Args:
+            count: Position of the part, such as "2 of 9".
+            title: Description of the part, such as "pca on voc2012 val, vit_small".
+        """
         error = f": {self.error}" if self.error else ""
         return f"{self.state} {count} in {format_duration(self.seconds)}, {title}{error}"
 

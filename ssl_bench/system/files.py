@@ -340,8 +340,8 @@ _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
 def read_digests(sidecar: Path) -> list[tuple[str, str]]:
     """Return the digests and file names in a file that `sha256sum` wrote, as a list of pairs.
 
-    Digests are in lower case. A file name may be empty. The list is empty if the file cannot be
-    read.
+    Digests are in lower case. The file name is "" if a line contains only a digest. The list is
+    empty if the file cannot be read.
     """
     try:
         lines = read_regular(sidecar).decode(errors="replace").splitlines()
@@ -429,8 +429,8 @@ def expand_path(text: str | Path) -> Path:
     """
     if not is_valid_path(text):
         raise ConfigurationError(
-            f"invalid path {str(text)[:100]!r}, expected names of 1 to {_MAX_NAME_BYTES} bytes. "
-            "The first name may be ~ or ~USER"
+            f"invalid path {str(text)[:100]!r}, expected file and folder names of 1 to "
+            f"{_MAX_NAME_BYTES} bytes. The path may begin with ~ or ~USER"
         )
     return Path(text).expanduser()
 
@@ -459,7 +459,7 @@ def cache_folder(configured: str | Path | None) -> Path:
     """Return the configured cache folder, or else `ssl-bench` in XDG_CACHE_HOME or `~/.cache`.
 
     Raises:
-        MachineError: XDG_CACHE_HOME is not set and the user has no home folder.
+        MachineError: XDG_CACHE_HOME is not an absolute path, and the user has no home folder.
     """
     if configured is not None:
         return expand_path(configured)
@@ -468,23 +468,26 @@ def cache_folder(configured: str | Path | None) -> Path:
         return (base if base.is_absolute() else Path.home() / ".cache") / "ssl-bench"
     except RuntimeError as error:
         raise MachineError(
-            f"the user has no folder for caches ({error}). Set XDG_CACHE_HOME to a folder"
+            f"cannot choose a cache folder, because the user has no home folder ({error}). Set the "
+            "environment variable XDG_CACHE_HOME to the absolute path of a folder"
         ) from error
 
 
 def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
     """Convert a text to a valid file name.
 
-    A text that is already valid is usually returned unchanged. "/" becomes "_". A name that would
-    be hidden or too long is changed and ends with "~" and 16 digits of the text's SHA-256. If a
-    text already ends like this, digits are added as well. A changed name thus never equals the name
-    of another text.
+    "/" becomes "_". Most other texts are returned unchanged. In the following cases, "~" and 16
+    digits of the text's SHA-256 are appended, so that no other text has the same name:
+
+    - The name would be empty, too long, or hidden because it begins with ".".
+    - The text contains a NUL character.
+    - The text already ends with "~" and 16 hexadecimal digits.
 
     Args:
         text: Text of any length.
         added: Number of bytes that the caller adds before and after the name.
-        distinct: Also add the digits if the text contains "/". Any two different texts then have
-            different names.
+        distinct: Whether to append the digits also if the text contains "/". Any two different
+            texts then have different names.
     """
     plain = os.fsencode(re.sub(r"[/\0]", "_", text))
     is_hidden = plain.startswith(b".") or not plain
@@ -534,7 +537,8 @@ def figure_title(name: str) -> str:
 def figures_folder_name(encoder_folder: str, fingerprint: str) -> str:
     """Return the name of the folder for the figures of one encoder and one set of images.
 
-    If an image changes, the fingerprint changes too, so old and new figures are never mixed.
+    `fingerprint` is a digest of the images and their annotations. If an image changes, the folder
+    changes too, so old and new figures are never mixed.
     """
     return f"{encoder_folder}-{short_fingerprint(fingerprint)}"
 
@@ -553,5 +557,8 @@ def encoder_folder_prefix(model: str) -> str:
 
 
 def short_fingerprint(fingerprint: str) -> str:
-    """Return the first eight digits of a fingerprint, without a prefix such as "stat-"."""
+    """Return the first eight digits of a fingerprint, the digest that identifies a set of images.
+
+    A prefix such as "stat-" is left out.
+    """
     return fingerprint.rpartition("-")[2][:_SHORT_DIGITS]

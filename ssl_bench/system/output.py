@@ -271,7 +271,8 @@ def to_plain_json(
 def escape_in_template(value: Any) -> Any:
     """Replace unprintable characters in a text before it is inserted into an HTML template.
 
-    Markup objects of the template engine are returned unchanged. The engine itself escapes HTML.
+    HTML is escaped by the template engine, not here. Its `Markup` objects, which are already
+    escaped, are returned unchanged.
     """
     return escape_unprintable(value) if type(value) is str else value
 
@@ -289,7 +290,8 @@ def safe_file_name(name: str) -> str:
 def is_file_name(name: str) -> bool:
     """Return whether a text is a file name that contains no folder on any operating system.
 
-    Surrogate characters are only allowed if they stand for bytes that are not UTF-8.
+    Surrogate characters are only allowed if they stand for undecodable bytes of a file name, as in
+    `os.fsdecode`.
     """
     try:
         os.fsencode(name)

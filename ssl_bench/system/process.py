@@ -30,7 +30,8 @@ _MALLOC_OPTIONS = ((-3, 2**28), (-1, 2**29))
 class ProcessInfo:
     """The rank (number) of this process and the number of all processes, as set by torchrun.
 
-    `local_rank` is None if the environment variable LOCAL_RANK is not set.
+    `local_rank` and `local_world_size` count only the processes on this machine. `local_rank` is
+    None if the environment variable LOCAL_RANK is not set.
     """
 
     rank: int = 0
@@ -104,7 +105,8 @@ def require_single_process(command: str) -> None:
     if world_size > 1:
         raise ConfigurationError(
             f"`ssl-bench {command}` expects one process, but WORLD_SIZE is {world_size}. Start it "
-            f"without torchrun, or share its probes with `ssl-bench sweep --jobs {world_size}`",
+            f"without torchrun, or run probes in parallel with `ssl-bench sweep --jobs "
+            f"{world_size}`",
             hint=("ssl-bench", "sweep", "--jobs", str(world_size)),
         )
 
@@ -135,9 +137,10 @@ def use_passive_openmp_waiting() -> None:
 def keep_freed_memory() -> None:
     """Let the C library keep the memory of freed tensors for reuse.
 
-    By default, glibc returns large blocks to the system, and the kernel clears every page of the
-    next tensor. Up to 512 MiB of freed memory are kept, in addition to gaps between used blocks.
-    Nothing is changed if the user has configured memory allocation by environment variables.
+    By default, glibc returns large blocks to the system. The kernel must then clear every memory
+    page of the next tensor, which takes time. This function keeps up to 512 MiB of freed memory, in
+    addition to gaps between used blocks. It changes nothing if the user has configured memory
+    allocation by environment variables.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -191,7 +194,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def reraise_out_of_memory(error: Exception) -> None:
     """Raise `error` again if it was caused by a lack of memory.
 
-    Call it before an error is reported as a damaged file.
+    Call it where every other error means that a file is damaged.
     """
     if is_out_of_memory(error):
         raise error
@@ -297,7 +300,12 @@ COMMIT_FILE = "COMMIT"
 
 
 def provenance_fields(hardware: str, seconds: float) -> dict[str, Any]:
-    """Return the fields of a `Record` that describe the code, the hardware and the time."""
+    """Return the fields of a `Record` that describe the code, the hardware and the time.
+
+    Args:
+        hardware: Description of the device, as `describe_device` returns it.
+        seconds: Wall-clock time of the computation.
+    """
     import torch
 
     from ssl_bench import __version__

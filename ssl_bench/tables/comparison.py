@@ -47,7 +47,7 @@ class Difference:
         layers: Block indices of the first score and of the second score.
         degenerate: For each score, the percentage of degenerate images, whose result is arbitrary.
             None if unknown.
-        p: Two-sided p-value that belongs to the interval, or NaN if there is no interval.
+        p: Two-sided p-value of the difference, or NaN if there is no interval.
         p_holm: The p-value after Holm's correction over the rows that compare block by block. NaN
             for all other rows of the table, and for rows that were not tested.
     """
@@ -157,7 +157,8 @@ def _score_held_out(curve: ImageCurve) -> PairedScore:
 def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
     """Return the difference of two scores on the same images, first minus second.
 
-    If both arguments hold the same estimate, the difference has no confidence interval.
+    If both are the same score, such as that of a block compared with itself, the difference has no
+    confidence interval.
     """
     is_same = first.estimate is second.estimate
     interval = None if is_same else first.estimate.difference_ci95(second.estimate)
@@ -226,9 +227,10 @@ def compare_checkpoints(first: ImageCurve, second: ImageCurve) -> list[Differenc
 
 
 def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
-    """Compare each block of one encoder with its best block, or the last block if none is best.
+    """Compare each block of one encoder with its best block.
 
-    If there is a best block, one more row compares it with a block chosen on held-out images.
+    One more row compares a choice of the block on held-out images with the best block. If no block
+    can be the best, blocks are compared with the last block, and this row is left out.
     """
     best = score_block(curve, curve.best)
     rows = _correct_over_blocks(
@@ -265,9 +267,10 @@ class Comparison(Table):
     code: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def sheet(self) -> Sheet:
-        """Return the table to print.
+        """Return the table to print, with significant differences in bold.
 
-        Significant differences are emphasised, without a correction for the number of rows.
+        Each row is tested on its own (`Difference.is_significant`), without a correction for
+        multiple comparisons.
         """
         return Sheet(
             title=self.title,
@@ -401,8 +404,8 @@ def compare_encoders(
         records: The records to compare.
         encoders: Dictionary with one or two encoders. The keys are their `Record.encoder_id`. The
             values are the checkpoints as typed on the command line.
-        select: Function that chooses the tables to compute. Each possible table is represented by
-            one record. The function receives all of these records and returns some of them.
+        select: Function that chooses the tables to compute. It receives one record for each
+            possible table, and returns those records whose tables are wanted.
 
     Returns:
         The tables, one for each group of comparable records. Also a dictionary from each task
@@ -486,9 +489,9 @@ def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequen
 def _load_sides(
     store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
 ) -> list[ImageCurve]:
-    """Return the scores of each encoder at every block, together with its per-image scores.
+    """Return the per-image scores of each encoder at every block.
 
-    If any encoder lacks per-image scores, the list is empty.
+    The list is empty if any encoder has no stored per-image scores.
     """
     curves = [load_curve(store, [r for r in group if r.encoder_id == key]) for key in encoders]
     is_complete = all(curve.per_image for curve in curves)

@@ -106,11 +106,11 @@ class Pivot(Table):
         )
 
     def _ranking(self, column: Any) -> list[str]:
-        """Return the distinct printed scores of a column that can be marked as best, highest first.
+        """Return the distinct printed scores of a column that can be best, highest first.
 
-        Degenerate scores, which depend on too many arbitrary results, cannot be best (see
-        `Entry.is_rankable`). The list is empty, so that nothing is marked, if the column has fewer
-        than two scores or if all scores that can be best are printed as the same number.
+        `Entry.is_rankable` states which scores can be best. The list is empty if nothing is to be
+        marked: if the column has fewer than two scores, or if all of several scores that can be
+        best are printed as the same number.
         """
         known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)
@@ -166,9 +166,10 @@ class Pivot(Table):
         )
 
     def _strides(self) -> dict[Any, str]:
-        """Return the distance between neighbouring tokens in pixels, for each block.
+        """Return the distance between neighbouring tokens in pixels (stride), for each block.
 
-        The text is, for example, "16", or "8/16" if the encoders differ.
+        The text is, for example, "16", or "8/16" if the encoders differ. Encoders with the same
+        stride at all blocks, such as ViTs, are ignored.
         """
         if self.row_name != "block":
             return {}
@@ -341,9 +342,10 @@ def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
 def main_metrics(
     records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
 ) -> dict[tuple[Any, ...], str]:
-    """Group records by the fields `names`, and return the main metric of each group.
+    """Return the main metric of each group of records, which represents a task in overviews.
 
-    The main metric represents a task in overviews. The first of `names` must be "task".
+    Records with equal values of the fields `names` form a group, and these values are its key. The
+    first of `names` must be "task".
     """
     metrics: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
     for record in records:

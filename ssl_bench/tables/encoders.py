@@ -178,10 +178,10 @@ def column_names(records: Sequence[Record]) -> list[str]:
 
 
 def _extend_equal_names(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
-    """Append words to column names that are not unique.
+    """Return column names in which more words are appended to names that are not unique.
 
-    `words` contains the words for each name. They are only appended to a name if another column has
-    the same name but different words.
+    A name is a list of words. `words` contains further words for each name. They are only appended
+    if another column has the same name but other further words.
     """
     words_by_name: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
     for name, more in zip(names, words, strict=True):

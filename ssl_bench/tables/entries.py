@@ -73,11 +73,11 @@ def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
 
 
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
-    """Return the settings in which a record differs from any record in `rivals`.
+    """Return the settings in which a record differs from at least one record in `rivals`.
 
     Each setting is a text such as "lr=0.1". Settings that the table title already states are left
-    out. If the images differ, the list also contains the first digits of the fingerprint of the
-    record's images.
+    out. If the images differ, the last text identifies them by the first digits of their digest,
+    such as "data 3f9a01".
     """
     in_title = {*record.changed, TRAINED_ON, CORRUPTED}
     differing = [
@@ -104,7 +104,8 @@ def table_title(record: Record) -> str:
 def training_suffix(record: Record) -> str:
     """Return the part of a table title that states the images on which the probe was trained.
 
-    For example, this is ", trained on train (1464 images, 3f9a01)", or "" without training.
+    For example, this is ", trained on train (1464 images, 3f9a01)", where 3f9a01 identifies the
+    images. It is "" for a probe without training.
     """
     return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
@@ -136,7 +137,7 @@ def choose_main_metric(task: str, metrics: Sequence[tuple[str, bool]]) -> str:
     """Return the metric that represents a task in overviews.
 
     This is the first metric of `TaskTexts.metrics` that was measured. If none of these was
-    measured, it is the first metric for which higher is better.
+    measured, it is the first measured metric for which higher is better, or else the first one.
 
     Args:
         task: Name of the task.
@@ -223,17 +224,17 @@ class Entry:
     def is_rankable(self) -> bool:
         """Whether the value can be marked as the best of a table column.
 
-        A higher value of the metric must be better, and the value must not be NaN. It must not be
-        degenerate either, which means that the results of most images are arbitrary.
+        A higher value of the metric must be better, and the value must not be NaN. At most half of
+        the images may have an arbitrary result (see `is_degenerate`).
         """
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The text, split into the value and the rest, such as the interval.
+        """The text, split into the value and the rest, such as ("32.3", "± 1.2 †2").
 
-        The rest is left out if there is none.
+        If there is no rest, the tuple contains only the value.
         """
         return tuple(filter(None, self.text().partition(" ")[::2]))
 
@@ -362,7 +363,7 @@ def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[
 
 
 def show_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
-    """Return copies of entries that print their number of seeds if these numbers differ."""
+    """Return copies of the entries, which print their number of seeds if these numbers differ."""
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
@@ -492,8 +493,8 @@ def _block_list(layers: Iterable[int]) -> str:
 def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
     """Return one line of text that states how the scores of some records were computed.
 
-    It contains the numbers of images, the seeds, the versions and the devices. Settings in `stated`
-    are left out, because the table title already states them.
+    It contains the numbers of images, the seeds, the versions of ssl-bench and PyTorch, and the
+    devices. Settings in `stated` are left out, because the table title already states them.
     """
 
     def distinct(values: Sequence[object]) -> str:

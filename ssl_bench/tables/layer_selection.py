@@ -39,21 +39,22 @@ NO_CHOICE_MARK = (
 def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Entry | None:
     """Choose the block that represents an encoder, and return its score.
 
-    The records must differ only in block and seed. If seeds were probed at different sets of
-    blocks, only the seeds with the largest set are used. Among several largest sets, the most
-    frequent one is used.
+    If seeds were probed at different sets of blocks, only the seeds with the largest set are used.
+    If several sets are equally large, the most frequent one is used.
 
     Args:
-        records: Comparable records (stored scores) of one encoder.
+        records: Records (stored scores) of one encoder, which differ only in block and seed.
         store: Results folder with the per-image scores.
         choice: "oracle" for the block that is best on the scored images, or "holdout" for a choice
             on other images. With "holdout", each seed chooses its own block.
 
     Returns:
         The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. None if there are several
-        blocks and none can be chosen. This is the case if higher is not better, if every block is
-        degenerate (too many images have an arbitrary result), or if a held-out choice lacks
-        per-image scores.
+        blocks and none can be chosen, for one of these reasons:
+
+        - A higher value of the metric is not better.
+        - Every block is degenerate (too many images have an arbitrary result).
+        - A held-out choice lacks per-image scores.
     """
     by_seed: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.seed):
@@ -171,9 +172,9 @@ def blocks_text(entry: Entry) -> str:
 def show_seed_counts_by_column(
     entries: Mapping[tuple[str, str], Entry],
 ) -> dict[tuple[str, str], Entry]:
-    """Make the scores of a column print their number of seeds if these numbers differ.
+    """Return copies of the entries, which print their number of seeds if these numbers differ.
 
-    The keys of `entries` are pairs (row, column).
+    Each column is treated separately. The keys of `entries` are pairs (row, column).
     """
     counted: dict[tuple[str, str], Entry] = {}
     for column in dict.fromkeys(column for _, column in entries):

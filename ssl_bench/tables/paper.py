@@ -40,7 +40,8 @@ class PaperTable(Pivot):
         derived: Our values that are not stored as records, by (row, column): numbers computed from
             training logs, and differences between rows.
         choice: How the block of each score is chosen: "holdout" or "oracle". If None, each column
-            uses its own `PublishedColumn.choice`. Columns of the last block always do.
+            uses its own `PublishedColumn.choice`. Columns whose own choice is "last" always show
+            the last block.
     """
 
     published: PublishedTable
@@ -194,7 +195,8 @@ def _find_series(
 ) -> list[list[Record]]:
     """Return the groups of comparable records that measure the quantity of a published column.
 
-    The group that is closest to the experiment of the paper comes first.
+    Groups that are closer to the paper come first: above all those with its protocol (preset of
+    settings), then those with its metric, then those with unchanged settings.
     """
 
     def distance(group: Sequence[Record]) -> tuple[bool, bool, bool, int, int, int]:
@@ -222,7 +224,10 @@ def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
 
 
 def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
-    """Return a dictionary from each way to choose a block to the columns that use it."""
+    """Return the names of the columns, grouped by how their block is chosen.
+
+    The keys are "holdout", "oracle" and "last" (see `PublishedColumn.choice`).
+    """
     columns: dict[str, list[str]] = {}
     for column in published.columns:
         columns.setdefault(_choice_of_column(column, choice), []).append(column.name)
@@ -234,7 +239,7 @@ def _derive_numbers(
     entries: Mapping[tuple[str, str], Entry],
     runs: Mapping[str, Path],
 ) -> dict[tuple[str, str], float]:
-    """Compute those of our values that are not stored as records, for `PaperTable.derived`.
+    """Return those of our values that no record stores, by (row, column).
 
     They are numbers computed from training logs, and differences between rows. Values that cannot
     be computed are left out.
@@ -257,7 +262,8 @@ def _derive_numbers(
 def _experiment_notes(table: PaperTable, unused: Mapping[str, Sequence[str]]) -> list[str]:
     """Return notes that describe the published experiment and ours.
 
-    `unused` maps each column name to descriptions of other records that also measure this column.
+    `unused` contains, by column name, descriptions of records that also measure the column but are
+    not shown in it.
     """
     published = table.published
     records = [record for entry in table.entries.values() for record in entry.records]

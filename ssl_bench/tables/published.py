@@ -33,16 +33,18 @@ class PublishedColumn:
     """A column of a published table.
 
     Attributes:
-        task: Name of a probe, or "supervised", "run" or "difference". Empty if ssl-bench cannot
-            measure the column.
+        task: Name of a probe, or "supervised" (accuracy of a supervised pretraining run), "run"
+            (number from a training log) or "difference" (between rows of another column). Empty if
+            ssl-bench cannot measure the column.
         dataset: Name of the dataset as in records, or "".
         metric: Name of the metric as in records, or "".
         facets: Kinds of features that match those of the paper. An empty tuple allows every kind.
         num_images: Number of images in the full split, or None if unknown or if no split is scored.
             The paper is assumed to use all images, because papers do not always state this.
         probe: Overrides for the command `ssl-bench probe` that measures the column.
-        layers_modes: Values of `probe.layers_mode` that match the paper.
-        layout: Name of the dataset component that reads the images, if it differs from `dataset`.
+        layers_modes: Values of `probe.layers_mode` that match the paper, such as "single" for heads
+            that use the features of a single block.
+        layout: Value of `--dataset` that reads the images, if it differs from `dataset`.
         layer: Index of the block that the paper uses. A negative index counts from the last block.
             None if a block must be chosen.
         choice: How the paper chose the block: "oracle" (on the scored images), "last", or "holdout"
@@ -70,9 +72,14 @@ class PublishedColumn:
 
     def __post_init__(self) -> None:
         if self.choice not in (*CHOICES, LAST):
-            raise ValueError(f"column {self.name}: unknown way to choose a block {self.choice!r}")
+            raise ValueError(
+                f"column {self.name}: unknown choice of the block {self.choice!r}, expected "
+                "holdout, oracle or last"
+            )
         if self.task == RUN and self.metric not in RUN_MEASURES:
-            raise ValueError(f"column {self.name}: a run does not measure {self.metric!r}")
+            raise ValueError(
+                f"column {self.name}: metric {self.metric!r} cannot be computed from a training log"
+            )
 
     @property
     def is_probed(self) -> bool:
@@ -197,7 +204,7 @@ def load_published_table(name: str) -> PublishedTable:
     if len(matches) > 1:
         ways = [("--paper", full) for full in matches]
         raise ConfigurationError(
-            f"{len(matches)} papers have a table {name!r}, expected one of them",
+            f"{len(matches)} papers have a table {name!r}. Name one of them",
             hint=join_alternatives(*ways),
         )
     return next(iter(matches.values()))

@@ -135,11 +135,15 @@ class RunLog:
         return len(self.curves[measure].steps) == len(self.steps)
 
     def shorten(self, measure: str, ends: Sequence[int]) -> dict[int, StepMean]:
-        """Reduce a curve to one value per interval of steps.
+        """Return one value of a measure for each interval of steps, such as its mean (`StepMean`).
 
-        `ends` contains the last step of each interval. These steps are the keys of the result.
-        Intervals without a value are omitted. For a measure that is logged at every step, such an
-        interval is NaN if later steps are logged, so that a drawn line has a gap.
+        Intervals without a logged value are left out. If the measure is logged at every step, such
+        an interval becomes NaN instead, so that a drawn line has a gap. Intervals after the last
+        logged step are always left out.
+
+        Args:
+            measure: Name of the measure, such as "loss".
+            ends: Last step of each interval, in ascending order. The keys of the result.
         """
         steps, values = self.curves[measure]
         is_dense = self.logs_every_step(measure)
@@ -165,9 +169,9 @@ def _summarise(values: Float64[np.ndarray, " values"], *, is_dense: bool) -> Ste
 
 
 def interval_ends(last_step: int, max_count: int) -> list[int]:
-    """Divide steps 1 to `last_step` into equal intervals, and return the last step of each.
+    """Divide steps 1 to `last_step` into intervals, and return the last step of each.
 
-    There are at most `max_count` intervals.
+    There are at most `max_count` intervals, whose lengths differ by at most one step.
     """
     count = min(max_count, last_step)
     return [last_step * number // count for number in range(1, count + 1)]

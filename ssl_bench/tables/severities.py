@@ -69,10 +69,12 @@ class SeverityTable(Pivot):
     def drop(self, layer: int) -> float | None:
         """Return the relative drop of a block's score from clean to corrupted images, in percent.
 
-        The drop is 100 (1 - mean / clean), where the mean is over the scores at
-        `common_severities`. It is None if higher is not better, or if the clean score or all other
-        scores are missing. It is also None if the clean score does not exceed the image-independent
-        baseline, or 0 without a baseline.
+        The drop is 100 (1 - mean / clean). Here, clean is the score on clean images, and mean is
+        the mean score over `common_severities`. The drop is None in these cases:
+
+        - A higher score is not better.
+        - The clean score or all scores on corrupted images are missing, or a score is NaN.
+        - The clean score does not exceed the image-independent baseline, or 0 without a baseline.
         """
         clean = self.entries.get((layer, CLEAN))
         corrupted = [self.entries.get((layer, severity)) for severity in self.common_severities]
@@ -89,8 +91,8 @@ class SeverityTable(Pivot):
     def most_robust_layers(self) -> frozenset[int]:
         """The blocks whose score drops least on corrupted images.
 
-        Blocks are left out if a score from which their drop is computed is degenerate, which means
-        that it depends on too many arbitrary results. The set is empty if several blocks remain and
+        A block is left out if its score is degenerate (depends on too many arbitrary results) on
+        clean images or at one of `common_severities`. The set is empty if several blocks remain and
         all have the same drop.
         """
         compared = (CLEAN, *self.common_severities)

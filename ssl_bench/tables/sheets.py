@@ -195,7 +195,8 @@ def _format_text(sheet: Sheet, bold: str) -> str:
 def _split_columns(widths: Sequence[int]) -> list[list[int]]:
     """Split the columns of a wide table into groups that each fit on a line.
 
-    Every group is printed after column 0, so the groups only contain columns 1 and higher.
+    Column 0 contains the row names and is printed before every group. The groups therefore only
+    contain columns 1 and higher.
     """
     blocks: list[list[int]] = [[]]
     for column, width in enumerate(widths[1:], start=1):
@@ -232,7 +233,7 @@ def _format_latex(sheet: Sheet) -> str:
 
 
 def _emphasise(cell: Cell, bold: str, escape: Callable[[str], str], underline: str = "{}") -> str:
-    """Return the escaped text of a cell, in bold or underlined if required.
+    """Return the escaped text of a cell: the best score in bold, the second-best underlined.
 
     `bold` and `underline` are format strings such as "**{}**".
     """

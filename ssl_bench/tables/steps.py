@@ -26,9 +26,9 @@ MAX_POINTS = 500
 class LoggedEntry(Entry):
     """A table entry that was computed from a training log instead of stored scores.
 
-    The value is the mean over an interval of steps, and the interval of the entry extends one
-    standard deviation to both sides. For a measure that is not logged at every step, the value is
-    the latest one, and the entry has no interval.
+    If the measure is logged at every step, the value is its mean over several steps. `low` and
+    `high` are one standard deviation below and above the mean. Otherwise, the value is the latest
+    one of these steps, and `low` and `high` are None.
     """
 
     measure: str = ""
@@ -159,7 +159,7 @@ def pivot_logs(
 ) -> StepTable:
     """Return a table of training logs, in which each row summarises an interval of steps.
 
-    There are at most `max_rows` intervals, which have equal lengths.
+    There are at most `max_rows` intervals, whose lengths differ by at most one step.
     """
     ends = interval_ends(max(log.last_step for log in logs), max_rows)
     entries = {

@@ -55,12 +55,20 @@ def _evidence_figure(row: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str) -> Generator:
-    """Return a function that generates a file by calling a function of a Python file in docs/."""
+    """Return a function that generates a file with a Python program in docs/.
+
+    Args:
+        name: Name of the Python file.
+        function: Name of a function in this file. It takes no arguments and returns the content.
+    """
     return lambda root: runpy.run_path(str(root / "docs" / name))[function]()
 
 
 def _records(folder: str, title: str) -> Generator:
-    """Return a function that generates a page with all tables of the records in a folder."""
+    """Return a function that generates a page with all tables of the records in a folder.
+
+    A record is a stored score. `folder` is relative to results/.
+    """
 
     def generate_page(root: Path) -> str:
         records = ResultStore(root / "results" / folder).records()
@@ -140,7 +148,10 @@ def probe_pages(root: Path) -> dict[str, Generator]:
 
 
 def generators(root: Path) -> dict[str, Generator]:
-    """Return the functions that generate the checked files, by the file's path."""
+    """Return a function for each checked file, by the file's path.
+
+    Each function generates the content of the file within seconds.
+    """
     return {**WHOLE, **evidence_figures(root), **probe_pages(root)}
 
 

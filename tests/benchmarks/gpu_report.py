@@ -44,9 +44,13 @@ SECONDS = float(os.environ.get("GPU_REPORT_SECONDS", "600"))
 
 
 def save_entry(name: str, /, **values: Any) -> None:
-    """Save the measurements of one entry of a section.
+    """Save one measurement, such as the speed of a model, and print it.
 
     Floats are rounded to four significant digits.
+
+    Args:
+        name: Name of the entry in the report, such as "skip, AdamW".
+        values: Measured values by name, such as the duration (`ms`).
     """
     FOUND[name] = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
     OUT.write_text(json.dumps(FOUND, indent=1))
@@ -88,11 +92,10 @@ def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> 
 
 
 def kernels(work: Callable[[], Any], count: int) -> list[list[Any]]:
-    """Profile `work`.
+    """Profile a function, and list the kernels that take the most time.
 
-    Return [milliseconds, launches, name] for all kernels and for the slowest ones.
-
-    The first list is the total of all kernels. The `count` slowest kernels follow.
+    Return [milliseconds, launches, name] first for all kernels together, and then for each of the
+    `count` slowest kernels. Without a GPU, operators on the CPU are listed.
     """
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
@@ -124,7 +127,11 @@ def environment() -> None:
 
 
 def operations() -> None:
-    """Measure the time, memory and rounding error of SOAP's bases, graying and k-NN search."""
+    """Measure the duration of three operations, and their memory use or rounding error.
+
+    They are the refresh of SOAP's bases, graying (raising the singular values of tokens to a
+    power), and k-NN search. On a GPU, the search has as many vectors as ImageNet has images.
+    """
     from pretrain.optimizers import soap
     from ssl_bench.models.graying import gray_by_cholesky, gray_by_svd
     from ssl_bench.neighbours import nearest_vectors
@@ -165,8 +172,12 @@ def operations() -> None:
 def training(timed: int = 40) -> None:
     """Measure DINO training steps with several models, optimizers and batch sizes.
 
-    On a GPU, the models are variants of ViT-S/16 in bfloat16, with 2 crops of 224 and 8 crops of 96
-    pixels. The batch size is 256 or 320.
+    On a GPU, the models are ViT-S/16 with and without skip connections. They are trained in
+    bfloat16 with batch size 256 or 320. Each image has 2 crops of 224 pixels and 8 crops of 96
+    pixels.
+
+    Args:
+        timed: Number of steps over which the duration of a step is averaged.
     """
     from pretrain.distributed import TrainingRanks
     from pretrain.objectives.dino import Dino
@@ -312,7 +323,7 @@ def commands() -> None:
 def run_command(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
     """Run `python -m WORDS`. Return its exit code and its output.
 
-    If the command exceeds the time limit, a message to that effect replaces the exit code.
+    If the command takes more than `seconds`, it is killed. A text then replaces the exit code.
     """
     with tempfile.TemporaryFile("w+") as output:
         try:

@@ -38,7 +38,13 @@ RUNS = (
 
 
 def run(data: Path, out: Path, uri: str) -> None:
-    """Run all probes with one encoder in all precisions."""
+    """Run all probes with one encoder in float32, float16 and bfloat16.
+
+    Args:
+        data: Folder that contains the datasets of `RUNS`.
+        out: Results folder.
+        uri: Address of the encoder.
+    """
     for tasks, dataset, folder, flags in RUNS:
         for precision in PRECISIONS:
             words = ["probe", "--task", tasks, "--dataset", dataset, "--checkpoint", uri, *flags]
@@ -49,9 +55,11 @@ def run(data: Path, out: Path, uri: str) -> None:
 
 
 def measure(records: list[Record]) -> list[dict[str, Any]]:
-    """Return the changes of each metric: the largest and the mean over all blocks.
+    """Return how much each score changes in float16 and bfloat16, compared with float32.
 
-    Only percentages are measured, because other scores have different units.
+    There is a row for each task, dataset, facet (kind of feature) and metric. It has the change of
+    largest magnitude and the mean change over all blocks. Only percentages are measured, because
+    other scores have different units.
     """
     scores: dict[tuple[str, ...], dict[int, dict[str, Record]]] = defaultdict(dict)
     for record in records:

@@ -26,9 +26,10 @@ def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A dispatch mode that tracks how many bytes the tensors occupy that operations have created.
+    """A dispatch mode that tracks how many bytes newly created tensors occupy.
 
-    Memory that is allocated and freed within one operation is not counted.
+    Only tensors that operations create within the mode count. Memory that is allocated and freed
+    within one operation is not counted.
     """
 
     def __init__(self) -> None:

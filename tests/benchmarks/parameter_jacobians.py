@@ -66,7 +66,7 @@ def by_parameters(
 
 
 def condition_number(matrix: Float64[Tensor, "rows cols"], rank: int) -> float:
-    """Return the largest singular value divided by the singular value at position `rank`."""
+    """Return the largest singular value of a matrix divided by its `rank`-th largest."""
     values = torch.linalg.svdvals(matrix.detach())
     return float(values[0] / values[rank - 1])
 
@@ -84,12 +84,10 @@ def simulated(alpha: float, beta: float, seed: int) -> float:
 
 
 def measure() -> dict[str, Any]:
-    """Measure the condition numbers of the Jacobians in equation 5 and of the matrices in figure 5.
+    """Measure the condition numbers for equation 5 and figure 5 of "Cutting the Skip".
 
-    The numbers refer to the paper "Cutting the Skip".
-
-    There is a Jacobian for each variant, seed and block. The matrices of figure 5 are simulated
-    attention matrices.
+    For equation 5, there are Jacobians for each seed, block and variant of the ViT, such as a ViT
+    without skip connections. For figure 5, random 10 x 10 attention matrices are simulated.
     """
     rows = []
     for name, config in VARIANTS.items():

@@ -91,7 +91,7 @@ class PlainDino:
 def clip_separately(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     """Clip the gradient of each parameter to the norm `max_norm`, in place.
 
-    Like the official code, this makes the host wait for each norm.
+    Like the official code, the CPU waits for the norm of each gradient.
     """
     for parameter in parameters:
         if parameter.grad is not None:

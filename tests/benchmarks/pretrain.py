@@ -70,7 +70,11 @@ class Setting:
         return self.objective.build(self.model, TIMELINE, seed=0)
 
     def groups(self) -> Any:
-        """Return the 8-bit crops of a batch of random images, in the format of the data workers."""
+        """Return the crops of a batch of random images, as 8-bit pixels before augmentation.
+
+        They have the format in which data workers return crops. For a GPU, they are in pinned
+        memory.
+        """
         crops, generator = self.objective.crops, np.random.default_rng(0)
         pictures = generator.integers(0, 256, (self.batch, 8, 10, 3), dtype=np.uint8)
         samples = [
@@ -84,7 +88,10 @@ class Setting:
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return how long `work` takes in milliseconds: wall time on a GPU, thread time on a CPU."""
+    """Return how long `work` takes in milliseconds.
+
+    On a GPU, this is wall time. On a CPU, it is the processor time of the current thread.
+    """
     clock = time.perf_counter if device.type == "cuda" else time.thread_time
     synchronize(device)
     start = clock()
@@ -97,9 +104,11 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
 class Candidate:
     """A training loop whose speed and memory are measured.
 
+    The compared loops take turns, and each turn consists of several training steps.
+
     Attributes:
         steps: Number of steps taken so far.
-        step_ms: Mean milliseconds per step of each turn.
+        step_ms: Mean milliseconds per step, with one item for each turn.
     """
 
     take_step: Callable[[int], Any]
@@ -154,7 +163,8 @@ def plain(setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]
 def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
     """Measure training steps of the plain loop, and of this suite with several options.
 
-    Return one table row for each of them.
+    The training loops take turns, and each of them gets `turns` turns. Return one table row for
+    each loop.
     """
     groups = setting.groups()
     adamw, trainer = ours(setting, AdamW(), groups)
@@ -199,10 +209,17 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
 def measured_head(
     name: str, batch: int, *, device: torch.device, out_dim: int, num_views: int = 10
 ) -> tuple[float, float]:
-    """Measure the forward and backward pass of the projection head and the loss.
+    """Measure the forward and backward pass of DINO's projection head and loss.
 
-    The encoder is replaced by a function that flattens images of 3 x 8 x 16 values to 384 features.
-    `name` selects the code: PLAIN for the plain loop, or ADAMW for this suite.
+    No encoder is used. The head receives random views of 3 x 8 x 16 values, flattened to 384
+    features.
+
+    Args:
+        name: PLAIN measures the code of the plain loop, and ADAMW that of this suite.
+        batch: Number of images.
+        device: Device of the computation.
+        out_dim: Number of outputs of the head.
+        num_views: Number of views per image.
 
     Returns:
         The peak memory in MiB, including the gradients of the weights, and the duration in

@@ -59,9 +59,9 @@ class Candidate:
         self.milliseconds += [1e3 * self._time_step() for _ in range(PERIOD)]
 
     def count_operations(self) -> float:
-        """Return the mean number of tensor operations per step.
+        """Return the mean number of tensor operations per optimizer step.
 
-        The mean is over a period in which every basis of SOAP is refreshed once.
+        The mean is over `PERIOD` steps, in which SOAP refreshes each of its bases once.
         """
         with OpCounter() as counter:
             for _ in range(PERIOD):

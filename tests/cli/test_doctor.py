@@ -14,9 +14,10 @@ from tests.support.faults import class_folders, voc
 
 
 def findings(capsys, *arguments: str, code: int = 0) -> dict[str, list[str]]:
-    """Run `ssl-bench doctor`. Return its findings as a dictionary from names to lists of values.
+    """Run `ssl-bench doctor`. Return the values that it reports, as lists by name.
 
-    The values of broken packages are collected under the key BROKEN.
+    For example, the name "cpu" has a text about cores and threads. The values of broken packages
+    are collected under the name BROKEN.
     """
     assert main(["doctor", "--json", *arguments]) == code
     found: dict[str, list[str]] = {}

@@ -16,12 +16,14 @@ from tests.support.fuzzing import KINDS
 
 
 def run_program(file: Path, program: Callable[[], int]) -> str:
-    """Run a fuzzing program in a forked process, and check that its exit code is 0.
+    """Run a fuzzing program in a forked process, and return its output.
 
-    Return its output.
+    Fail if its exit code is not 0. The process is forked because the program limits its own memory.
+    Type checks are disabled, because they refuse arguments that an installed ssl-bench accepts.
 
-    The program needs a process of its own, because it limits the memory of its process. Type checks
-    are disabled, because they refuse arguments that an installed ssl-bench accepts.
+    Args:
+        file: File to which the output is written.
+        program: Function that tries random inputs and returns an exit code.
     """
 
     def work() -> int:

@@ -211,7 +211,12 @@ def is_accepted(words: Sequence[str]) -> bool:
 
 @cache
 def is_composed(root: str, settings: tuple[str, ...]) -> bool:
-    """Return whether settings are valid for at least one choice of probe, dataset or model."""
+    """Return whether settings are valid for at least one choice of probe, dataset or model.
+
+    Args:
+        root: Kind of the configuration, "probing" or "pretraining".
+        settings: Settings of the form KEY=VALUE.
+    """
     keys = {setting.partition("=")[0] for setting in settings}
     groups = {key.partition(".")[0] for key in keys}
     # Choices in the groups of the keys come first, because they usually suffice.
@@ -223,7 +228,11 @@ def is_composed(root: str, settings: tuple[str, ...]) -> bool:
 
 @cache
 def component_choices(root: str) -> list[tuple[str, ...]]:
-    """Return choices of components, such as `model=vit`, that together have every config key."""
+    """Return choices of components, such as ("model=vit",), that together have every config key.
+
+    Most keys exist only if a certain component is chosen. `root` is the kind of the configuration,
+    "probing" or "pretraining".
+    """
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")
         return [(f"{group}={name}",) for group in groups for name in choices(group)]
@@ -241,7 +250,12 @@ def component_choices(root: str) -> list[tuple[str, ...]]:
 
 @cache
 def known_keys(root: str, base: tuple[str, ...]) -> frozenset[str]:
-    """Return all keys of a configuration and their parents, such as `probe.training`."""
+    """Return all keys of a configuration and their parents, such as `probe.training`.
+
+    Args:
+        root: Kind of the configuration, "probing" or "pretraining".
+        base: Chosen components, such as ("model=vit",).
+    """
     keys = list_keys(compose_config(root, base))
     owners = (key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1))
     return frozenset([*keys, *owners])

@@ -1,4 +1,4 @@
-"""Test that a user's own photographs are found, rotated, fingerprinted and drawn correctly."""
+"""Test that a user's photographs are found, rotated, identified by their content and drawn."""
 
 import json
 import os
@@ -46,7 +46,10 @@ def save_rotated(path: Path, orientation: int) -> None:
 
 
 def rows_by_log() -> dict[str, dict[str, dict]]:
-    """Return the rows of all object-discovery logs as {path of the log: {image: row}}."""
+    """Return the entries of all object-discovery logs as {path of the log: {image: entry}}.
+
+    The first line of each log is left out, because it is a header.
+    """
     logs = Path("results/pictures").glob("*/*/*/*/images_*.jsonl")
     lines = {str(log): log.read_text().splitlines()[1:] for log in logs}
     return {log: {json.loads(x)["image"]: json.loads(x) for x in own} for log, own in lines.items()}

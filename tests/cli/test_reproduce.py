@@ -253,7 +253,16 @@ def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
 
 
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
-    """Create the folder of a training run with only those files that state the run's progress."""
+    """Create the folder of a made-up training run, and return it.
+
+    It contains only the files that state the run's progress.
+
+    Args:
+        folder: The folder.
+        step: Number of training steps taken.
+        epoch: Number of epochs trained.
+        train: Training options of the run as YAML.
+    """
     folder.mkdir(parents=True)
     header = json.dumps({"__metadata__": {"step": str(step), "epoch": f"{epoch:.2f}"}}).encode()
     (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -280,12 +289,14 @@ def test_the_state_of_a_damaged_run_is_unknown(tmp_path, train):
 
 
 def simulate_steps(plan: Plan, endings) -> dict[str, tuple[str, int]]:
-    """Execute a plan without running its training and probe commands.
+    """Execute a plan with a stand-in for its training and probe commands.
+
+    The stand-in only creates the folders of training runs.
 
     Args:
-        plan: The plan.
-        endings: For each training run that does not finish, the error that it raises. None means
-            that it ends without an error before its last step.
+        plan: The commands with which `reproduce` fills a published table.
+        endings: Training runs that do not finish, by name. The value is the error that the run
+            raises. None means that the run ends early without an error.
 
     Returns:
         The state and the exit code of each step, by its title.

@@ -1,4 +1,4 @@
-"""Test that `reproduce --run` fills all cells of a table row when the row's run is finished.
+"""Test that `reproduce --run` fills a row of a table when the row's training run is finished.
 
 Training and probing for all tables would take GPU-years. Therefore, a stand-in executes the
 commands of each plan without computing anything. It writes the same files as the real commands: run
@@ -48,7 +48,10 @@ PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "m
 def compose(
     task: str, dataset: str, overrides: tuple[str, ...]
 ) -> tuple[Probe, Dataset, dict[str, Any]]:
-    """Return the probe and the dataset that a command configures, and the settings they share."""
+    """Return the probe and the dataset of a command, and its general settings.
+
+    General settings, such as `dtype` and `seed`, are not part of the probe or the dataset.
+    """
     config = probing_config(task, dataset, overrides, "/nowhere")
     values = shared_values(config)
     return build(config, "probe"), apply_shared_values(build(config, "dataset"), values), values
@@ -121,9 +124,17 @@ def save_records(
     out: Path, address: str | Path, task: str, dataset: str, cells: Sequence[tuple[int, str, str]],
     **more: Any,
 ) -> None:  # fmt: skip
-    """Save a made-up record for each result of a probe.
+    """Save a made-up record (stored score) for each result of a probe.
 
     For metrics that have per-image values, values of ten images are saved as well.
+
+    Args:
+        out: Results folder.
+        address: Address of the encoder.
+        task: Task of the probe.
+        dataset: Name of the dataset.
+        cells: Block, facet (kind of feature) and metric of each result.
+        more: Other fields of the records, such as `protocol`.
     """
     store = ResultStore(out)
     identity = identify(str(address)).identity()
@@ -151,9 +162,9 @@ def save_records(
 
 
 def identify(address: str) -> Any:
-    """Replace `identify_encoder`, which returns the identity of an encoder's weights.
+    """Return the identity of an encoder's weights, in place of `identify_encoder`.
 
-    For published weights, which are not on disk, the checksum is made up.
+    Published weights are not on disk, so their checksum is made up.
     """
     if is_run(address):
         return identify_encoder(address)
@@ -179,8 +190,8 @@ def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: An
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
     """Yield the row and the column of each table cell that must contain a score of ours.
 
-    Supervised scores and differences are expected only if the run of the row was trained on the
-    images of the column.
+    Some columns have supervised scores or differences between scores. In these columns, a score is
+    expected only if the row's run was trained on the column's dataset.
     """
     runs = experiments()
     for row, address in table.runs.items():

@@ -213,9 +213,10 @@ def record_times() -> dict[Path, int]:
 
 
 def values(out: str) -> dict:
-    """Return the values of the records in a results folder, by the key that identifies each result.
+    """Return the value of each record (stored score) in a results folder, by its key.
 
-    Also check that every file is readable.
+    The key of a record states the encoder, task, dataset, block and settings. Fail if a file is
+    unreadable.
     """
     store = ResultStore(Path(out))
     found = {record.key(): record.value for record in store.records()}
@@ -319,9 +320,12 @@ esac; done
 
 
 def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
-    """Create scripts that are run in place of the programs with the same names.
+    """Create scripts that replace programs such as `sbatch`.
 
-    Their folder is put at the start of PATH.
+    Args:
+        folder: Folder of the scripts. It is put at the start of PATH.
+        monkeypatch: The fixture of pytest.
+        commands: Text of each script, by the name of the program.
     """
     folder.mkdir(exist_ok=True)
     for name, text in commands.items():

@@ -193,7 +193,10 @@ def test_products_equal_torch_in_the_precision_of_the_cpu(product, processor):
 
 
 def gradients(*contexts):
-    """Return the gradients of a small encoder whose forward pass runs in these context managers."""
+    """Return the gradients of a small encoder as one vector.
+
+    The forward pass runs in the given context managers, such as `torch.autocast`.
+    """
     config = ViTConfig(image_size=16, patch_size=8, dim=64, depth=3, num_heads=2)
     module, images = build_vit(config, seed=0), noise(4, 3, 16, 16)
     with ExitStack() as entered:

@@ -28,10 +28,10 @@ RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.
 
 @cache
 def experiment(name, *overrides) -> Pretraining:
-    """Return the training plan of a named run, with overrides.
+    """Return the configuration of a paper's training run, with overrides.
 
-    The plan is composed from the recipe of the run and the run's changes to it. This is faster than
-    `experiment=NAME`, which composes the plan from the name of the run.
+    It is composed from the run's recipe (a config file) and from the settings that the run changes.
+    This is faster than composing it with `experiment=NAME`.
     """
     run = RUNS[name]
     changes = (f"{key}={json.dumps(value)}" for key, value in run.changes.items())

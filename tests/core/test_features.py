@@ -263,7 +263,7 @@ def test_invalid_layers_are_refused(layers):
 def limited_encoder():
     """Yield an encoder that runs out of memory if a batch has more than two images.
 
-    Also yield a list to which the size of each batch is added.
+    The second item is a list to which the size of each batch is added.
     """
     encoder, batch_sizes = ours(), []
 

@@ -158,10 +158,10 @@ def test_a_bootstrap_interval_is_symmetric_in_the_log_odds():
 
 
 def boxes(images=2000):
-    """Return random box counts of shape [images, 4, 2], in the format that object discovery stores.
+    """Return random box counts of shape [images, 4, 2], in the format of object discovery.
 
-    Row 0 of an image has the number of true boxes. Row k has the number of predicted boxes of
-    confidence rank k, and how many of them are correct.
+    Row 0 of an image has the number of true boxes. Rows 1 to 3 count the predicted boxes, from the
+    most to the least confident. Column 0 counts all boxes, and column 1 the correct ones.
     """
     random = np.random.default_rng(1)
     counts = np.zeros((images, 4, 2), np.int64)

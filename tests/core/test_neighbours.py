@@ -22,7 +22,10 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 def record_products(monkeypatch) -> list[int]:
-    """Return a list to which each full matrix product adds its number of queries."""
+    """Return a list to which each search by full matrix products adds its number of queries.
+
+    Such a search multiplies its queries by all stored vectors.
+    """
     rows, whole = [], neighbours._nearest_by_product
 
     def record(queries, memory, count):

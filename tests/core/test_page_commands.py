@@ -41,9 +41,13 @@ OURS = {
 
 @dataclass(frozen=True)
 class Parsed:
-    """A parsed command line, with its flags (`options`) and its config overrides.
+    """A parsed command line.
 
-    For `probe` and `sweep`, `overrides` is a request object that contains the overrides.
+    Attributes:
+        command: Name of the command, such as "probe".
+        options: The parsed flags.
+        overrides: Config overrides, such as `seed=1`. For `probe` and `sweep`, this is a
+            `ProbeRequest` that contains the overrides.
     """
 
     command: str

@@ -70,7 +70,7 @@ FIRST_CONDITIONING = [
 
 @pytest.fixture(scope="module")
 def few_scenes() -> Iterator[None]:
-    """Make the generated toy dataset repeat eight scenes, so that each is drawn only once."""
+    """Make the toy datasets repeat eight generated images, so that each is drawn only once."""
     paint = cache(Painter.paint_scene)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -184,8 +184,8 @@ def without_slurm(words: Sequence[str]) -> list[str]:
 def with_sizes(words: Sequence[str]) -> list[str]:
     """Add settings to a command that make the work of its probes small.
 
-    A setting is added only if the configuration of at least one of the command's probes has its
-    key.
+    A setting is added only if at least one of the command's probes has its config key. It replaces
+    the command's own setting of this key.
     """
     flags = dict(itertools.pairwise(words))
     tasks = flags.get("--task", "all")
@@ -206,7 +206,10 @@ def with_sizes(words: Sequence[str]) -> list[str]:
 
 @cache
 def compose(choice: tuple[str, ...], given: tuple[str, ...]) -> dict[str, Any]:
-    """Return a probe's configuration with these settings, or without them if it rejects them."""
+    """Return the configuration of a probe, with the settings `given` if they are valid.
+
+    If they are not, return the configuration without them. `choice` selects the probe and dataset.
+    """
     try:
         return compose_config("probing", [*choice, *given])
     except ConfigurationError:

@@ -1,7 +1,8 @@
 """Test that a dataset's fingerprint depends on the contents of files and the meaning of labels.
 
-With `data.fingerprint=stat`, it depends on file sizes and modification times instead, and a message
-says so.
+The fingerprint is a hash that identifies the dataset in records and caches. With
+`data.fingerprint=stat`, it depends on file sizes and modification times instead, and a message says
+so.
 """
 
 import os

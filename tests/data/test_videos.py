@@ -51,7 +51,13 @@ def list_videos(root: Path, year: int) -> None:
 
 
 def davis(root: Path, year: int, numbers: Mapping[int, int]) -> Path:
-    """Write two videos, of four and of three frames, in the layout of DAVIS."""
+    """Write two videos, of four and of three frames, in the layout of DAVIS. Return `root`.
+
+    Args:
+        root: Folder of the dataset.
+        year: Version of DAVIS, 2016 or 2017.
+        numbers: First row of each stripe in a mask, and the value of its pixels (see `write_mask`).
+    """
     for video, count in (("cow", 4), ("bear", 3)):
         for frame in range(count):
             name = f"480p/{video}/{frame:05d}"

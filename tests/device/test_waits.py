@@ -30,17 +30,19 @@ THREE_BLOCKS = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads
 
 
 class Unit(NamedTuple):
-    """A unit of work, such as a training step, whose waits for the device are counted.
+    """A repeated piece of work, such as a training step, whose waits for the device are counted.
 
-    The waits are the difference between a command with many units and one with few units.
+    Two commands run different numbers of units. The second command's additional waits belong to its
+    additional units.
 
     Attributes:
         arguments: Arguments that both commands share.
-        few: Additional argument of the command with few units.
+        few: Additional argument of the command with few units, such as "train.max_steps=1".
         many: Additional argument of the command with many units.
-        more: How many more units the second command has. None means that the steps of L-BFGS are
-            counted during the run, because their number depends on rounding.
-        waits: Maximum number of waits per unit. No unit may copy unpinned memory to the device.
+        more: How many more units the second command has. If None, a unit is a step of L-BFGS. Such
+            steps are counted during the run, because their number depends on rounding.
+        waits: Maximum number of waits per unit. No unit may make a blocking copy to the device, or
+            copy unpinned memory to it.
     """
 
     arguments: Sequence[str]
@@ -72,7 +74,7 @@ FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 def heads_step(*options: str, waits: int = 0) -> Unit:
     """Return a unit of work that consists of one training step of linear heads.
 
-    There is a head for each of three blocks and two learning rates.
+    The step trains one head for each of three blocks and each of two learning rates.
     """
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
     return Unit((*SEGMENTATION, *options), few, many, 4, waits)

@@ -22,10 +22,12 @@ def make_run(score, hits=None, metric="top1"):
 
 
 def make_runs(row, scores):
-    """Return records of all runs of an experiment ("row").
+    """Return made-up runs of an experiment, by name.
 
-    `scores` maps each variant to the scores of its seeds. If there are fewer scores than seeds, the
-    scores are repeated.
+    Args:
+        row: Name of the experiment.
+        scores: Scores of the seeds of each variant. If there are fewer scores than seeds, the
+            scores are repeated. Variants without scores get the score 0.
     """
     runs = {name: make_run(0.0) for name in names_of(row, ROWS[row].arms)}
     for arm, values in scores.items():
@@ -96,9 +98,10 @@ def test_blocks_from_three_on_must_be_above_random_weights(layer, interval, word
     ("loss", "best", "word"), [(6.9, "graying", "supported"), (7.1, "published", "refuted")]
 )
 def test_the_variant_for_the_longer_run_must_reach_the_published_loss(loss, best, word):
-    """Test that the variant for the longer run must have at most the published variant's loss.
+    """Test that a variant is chosen only if its loss is at most that of the published variant.
 
-    Here, the variant `graying` keeps the patches of an image more different than all others.
+    Of several such variants, the one that keeps the patches of an image most different is chosen.
+    Here, this is the variant `graying`, unless its loss is too high.
     """
     runs = {}
     for arm in ROWS["apart"].arms:

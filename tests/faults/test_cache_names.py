@@ -34,9 +34,11 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """A change of some "facts", which are settings and data properties.
+    """A change of facts (settings and data properties) that must alter a name.
 
-    The facts in `usual` stay the same.
+    Attributes:
+        changed: The facts that change, with their new values.
+        usual: Facts that are set both before and after the change.
     """
 
     changed: Facts
@@ -45,7 +47,11 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Pictures:
-    """A set of four images with annotations for every task. The pixels do not depend on the ids."""
+    """A set of four images with annotations for every task.
+
+    The ids start with `prefix`. The pixels do not depend on the ids. `stamp` is the fingerprint, a
+    text that identifies the content.
+    """
 
     name: str = "pictures"
     split: str = "some"
@@ -93,7 +99,11 @@ class Data:
 
 
 def context(folder: Path, facts: Facts) -> ProbeContext:
-    """Return the context in which a probe runs, with settings and data properties from `facts`."""
+    """Return the context in which a probe runs.
+
+    `facts` sets properties of the encoder (such as `mean`), of the data (such as `val_stamp`) and
+    of the run (such as `seed`). Properties that are not in `facts` have defaults.
+    """
 
     def select(*names: str) -> dict[str, Any]:
         return {name: facts[name] for name in names if name in facts}
@@ -114,7 +124,10 @@ def context(folder: Path, facts: Facts) -> ProbeContext:
 
 
 def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
-    """Return the options in `usual`, updated with the settings in `facts` named "probe.NAME"."""
+    """Return the options of a probe.
+
+    These are the options in `usual`, updated with the facts whose names start with "probe.".
+    """
     own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
     return {**usual, **own}
 
@@ -136,9 +149,10 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that returns the name of the file in which a probe caches trained heads.
+    """Return a function that runs a probe and returns the name of a file that it caches.
 
-    To save time, it runs the probe only until its first score.
+    The file contains trained heads or pixel counts, and its name starts with `prefix`. To save
+    time, the probe runs only until its first score.
     """
 
     def name(folder: Path, facts: Facts) -> str:
@@ -162,7 +176,7 @@ def depth_heads(folder: Path, facts: Facts) -> str:
 
 
 def shared_features(folder: Path, facts: Facts) -> str:
-    """Return the key under which several probes of one command share the same features."""
+    """Run k-NN, and return the key under which other probes of a command find its features."""
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))
     return str(next(iter(shared.features)))

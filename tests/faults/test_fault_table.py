@@ -67,9 +67,13 @@ KEYS = "ssl-bench keys"
 
 
 def wrong_argument(command: str, word: str, hint: str = "", name: str = "") -> Fault:
-    """Return a fault that consists of the wrong argument `word` of a command.
+    """Return a fault: a command gets the wrong argument `word`.
 
-    The error must contain `name`, which defaults to the key that `word` sets.
+    Args:
+        command: The command without the argument.
+        word: The argument, such as `probe.facet=none`.
+        hint: The command or setting that the error must recommend.
+        name: Text that the error must contain. By default, this is the key that `word` sets.
     """
     name = name or word.partition("=")[0].lstrip("+~-")
     words = shlex.join([*shlex.split(command), word])
@@ -153,7 +157,12 @@ def weights(name: str) -> Prepare:
 
 
 def foreign_weights(network: str, name: str) -> Fault:
-    """Return the fault of a weights file that contains a tensor of an unsupported architecture."""
+    """Return a fault: a weights file of an architecture that needs timm's name to be loaded.
+
+    Args:
+        network: Name of the architecture that the error must contain, such as "a ResNet".
+        name: Name of the only tensor in the file, from which the architecture is recognised.
+    """
     words = (network, "timm's name of its architecture")
     return Fault(network, weights(name), "models weights.pth", 4, words, "ssl-bench models")
 
@@ -255,7 +264,13 @@ def list_absent_images(base: Path) -> None:
 
 
 def wrong_digests(name: str, line: str, word: str) -> Fault:
-    """Return the fault of a wrong line in the file of digests that `data verify` reads."""
+    """Return a fault: a wrong line in SHA256SUMS, a file of checksums that `data verify` reads.
+
+    Args:
+        name: Short description of the line.
+        line: The wrong line.
+        word: Text that the error must contain.
+    """
 
     def prepare(folder: Path) -> None:
         (folder / "photos/SHA256SUMS").write_text(f"{line}\n")
@@ -314,7 +329,14 @@ IMAGES = [
 
 
 def wrong_folder(dataset: str, task: str, tree: str, *, exists: bool) -> Fault:
-    """Return the fault of a data root that is missing or does not contain the dataset."""
+    """Return a fault: the folder of a dataset is missing, or does not contain the dataset.
+
+    Args:
+        dataset: Name of the dataset.
+        task: Task of the probe.
+        tree: Text that the error must contain about the expected files.
+        exists: Whether the folder exists.
+    """
     command = f"probe --task {task} --dataset {dataset} --data-root elsewhere {ENCODER}"
     prepare = lambda folder: exists and (folder / "elsewhere/things").mkdir(parents=True)  # noqa: E731
     name = f"{'another' if exists else 'no'} folder for {dataset}"
@@ -533,7 +555,13 @@ CUTS: dict[str, Callable[[int], int]] = {
 
 
 def write_malicious_pickle(name: str, folder: Path, *, zipped: bool = True) -> None:
-    """Write a pickle that creates the file `mark` when it is loaded, if loading it runs code."""
+    """Write a pickle that contains code, which creates the file `mark` if it is run.
+
+    Args:
+        name: Path of the pickle below `folder`.
+        folder: Folder of the pickle and of `mark`.
+        zipped: Whether torch's zip format is used.
+    """
     (folder / name).parent.mkdir(exist_ok=True)
     pickled_mark(folder / name, folder / "mark", zipped=zipped)
 

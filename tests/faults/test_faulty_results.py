@@ -370,9 +370,10 @@ def results(probed, tmp_path, monkeypatch) -> ResultStore:
 
 
 def count_more_correct_than_predicted(counts):
-    """Change the pixel counts of one image so that a class has more correct than predicted pixels.
+    """Return pixel counts in which a class has more correct than predicted pixels.
 
-    The IoU of the class and the sums over classes do not change.
+    Valid counts cannot have this. Only the first image is changed. The IoU of each class and the
+    sums over classes stay the same.
     """
     changed = counts.copy()
     moved = counts[0, 1, 0] - counts[0, 0, 0] + 1

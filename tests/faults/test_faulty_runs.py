@@ -280,9 +280,9 @@ def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
 
 
 def pause_after(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Patch a method of `ResultStore`: after its normal work, it creates a file and sleeps.
+    """Make a method of `ResultStore` sleep for a minute after its work.
 
-    The file is named `begun`.
+    Just before it sleeps, it creates the file `begun`, for which a test can wait.
     """
     method = getattr(ResultStore, name)
 

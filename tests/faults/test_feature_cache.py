@@ -123,7 +123,11 @@ def test_any_damage_to_stored_features_is_found_before_training(tmp_path):
 
 @pytest.fixture
 def make_foreign(monkeypatch) -> Callable[[str, Path], None]:
-    """Return a function that makes a file untrusted, for example by changing its owner."""
+    """Return a function that changes a cached file so that it must not be trusted.
+
+    Its arguments are the kind of change and the path. The kinds are "pipe", "link", "other owner"
+    and "writable by all".
+    """
 
     def replace_by_pipe(path: Path) -> None:
         path.unlink()

@@ -220,7 +220,10 @@ def test_a_record_is_never_saved_without_its_per_image_values(workdir, monkeypat
 
 
 def image_digests(page: Path) -> set[str]:
-    """Return the digests of images that are part of the figure paths in an HTML page."""
+    """Return the dataset fingerprints that the figure paths in an HTML page contain.
+
+    Each is the first eight digits of a hash that identifies the dataset's images and labels.
+    """
     pattern = r'(?:src|href)="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/'
     return set(re.findall(pattern, page.read_text()))
 

@@ -109,7 +109,13 @@ def embed(m: Any, images: Tensor, *, resized: bool) -> Tensor:
 def transformers(
     kind: Callable[[nn.Module], Part], activation: nn.Module | None = None, depth: int = DEPTH
 ) -> Part:
-    """Return a random model with the structure of ViTModel or Dinov2Model in transformers."""
+    """Return a random model with the structure of ViTModel or Dinov2Model in transformers.
+
+    Args:
+        kind: Function that builds a block, `vit_layer` or `dinov2_layer`.
+        activation: Activation of the MLPs, GELU by default.
+        depth: Number of blocks.
+    """
 
     def layers(m: Any, x: Tensor) -> Tensor:
         for layer in m.layer:

@@ -52,7 +52,18 @@ def mixer_of(model: StateSpaceModel, layer=0) -> Mixer:
 
 
 def recur(inputs, steps, decay, keys, queries) -> Tensor:
-    """Compute the outputs of a state-space scan with loops over images, channels and tokens."""
+    """Compute the outputs of a state-space scan with loops over images, channels and tokens.
+
+    For each token, state = exp(step * decay) * state + step * input * key. The output is the dot
+    product of query and state.
+
+    Args:
+        inputs: Tensor of shape [images, tokens, channels].
+        steps: Step sizes, in the shape of `inputs`.
+        decay: Tensor of shape [channels, state size].
+        keys: Tensor of shape [images, tokens, state size].
+        queries: Tensor in the shape of `keys`.
+    """
     out = torch.zeros_like(inputs)
     for item in range(inputs.shape[0]):
         for channel in range(inputs.shape[2]):
@@ -176,7 +187,10 @@ def test_the_default_initialisation_is_that_of_the_architectures():
 
 
 def selections(mixer: Mixer) -> tuple[Tensor, ...]:
-    """Return the weights from which a Mamba mixer computes keys, queries and step sizes."""
+    """Return the weights from which a Mamba mixer computes keys, queries and step sizes.
+
+    Mamba's papers call these B, C and delta.
+    """
     if isinstance(mixer, Mamba1Mixer):
         return *mixer.selection.weight.split((1, 3, 3))[1:], mixer.step.weight
     return mixer.in_proj.weight.split((16, 16, 3, 3, 4))[2:]

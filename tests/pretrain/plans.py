@@ -37,9 +37,12 @@ def album(
 
 
 def plan_of(root: Path, *, data: dict[str, Any] | None = None, **parts: Any) -> Pretraining:
-    """Return the plan of a pretraining run of eight steps with batch size two.
+    """Return a pretraining run of eight steps with batch size two, which has not started.
 
-    `parts` has components of the plan, such as `model`, and training options, such as `max_steps`.
+    Args:
+        root: Folder of the training images.
+        data: Options of `DataOptions`.
+        parts: Components, such as `model`, and training options, such as `max_steps`.
     """
     names = ("model", "objective", "optimizer", "monitor", "init_from")
     components = {name: parts.pop(name) for name in names if name in parts}

@@ -109,9 +109,10 @@ def first_kind(name: str) -> str:
 
 
 def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
-    """Crop `count` samples and return their views.
+    """Return the views (such as random crops) of `count` samples.
 
-    The samples are cropped in chunks. Each index in `cuts` starts a new chunk.
+    All samples are cropped at once, unless there are `cuts`. Each index in `cuts` starts another
+    part, which is cropped separately. The parts are then joined.
     """
     crops, objective = plan.objective.crops, plan.objective
     generators = [np.random.default_rng(number) for number in range(count)]
@@ -131,9 +132,9 @@ def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -
 
 
 def step_of(learner: Learner, views: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of a training step and its gradients.
+    """Run the forward and backward pass of a training step.
 
-    Return the loss and the values to log.
+    Return the loss and the values to log. The learner's parameters get gradients.
     """
     torch.manual_seed(0)
     loss, report = learner.loss(learner.student, views, 0)
@@ -208,10 +209,10 @@ def test_no_two_weights_share_their_random_numbers(name, kind):
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute rank correlation between one tensor and parts of another.
+    """Return the largest absolute rank correlation between one tensor and sections of another.
 
-    Up to 600 values of the shorter tensor are compared with all sections of the same length in the
-    longer one.
+    Both tensors are flattened. The first values of the shorter tensor, 600 at most, are compared
+    with each section of this length in the longer tensor.
     """
     short, long = sorted((one.flatten(), other.flatten()), key=len)
     ranks = [values.argsort().argsort().float() for values in (short[:600], long)]

@@ -103,7 +103,10 @@ def test_accumulation_is_doubled_until_a_micro_batch_fits(
 
 
 def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0) -> None:
-    """Make the DINO loss raise `error` if a micro-batch has more than `images` images."""
+    """Make the DINO loss raise `error` if a micro-batch has more than `images` images.
+
+    Steps before `first_step` raise no error.
+    """
     usual = DinoLearner.loss
 
     def limited(self, network, views, step):

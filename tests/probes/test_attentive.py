@@ -42,9 +42,9 @@ def wave(*shape: int, step: float) -> Tensor:
 
 
 def head_bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
-    """Return a bank of heads for one block.
+    """Return an `AttentiveHeads` object that contains the given heads for one block.
 
-    Each argument is a tuple of the four parameters of a head.
+    Each argument has the parameters of one head: query, value, weight and bias.
     """
     parts = [torch.stack(some)[None] for some in zip(*heads, strict=True)]
     dim = parts[1].shape[-1]

@@ -99,11 +99,16 @@ def test_heads_equal_float64_regressions_of_scikit_learn(mode, noisy):
 
 
 def sklearn_accuracy(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float) -> float:
-    """Train scikit-learn's logistic regression on (x, y).
-
-    Return its accuracy on (others, truth) in percent.
+    """Return the accuracy (%) of scikit-learn's logistic regression.
 
     All channels are standardised with the mean and standard deviation of `x`.
+
+    Args:
+        x: Features of the training images.
+        y: Labels of the training images.
+        others: Features of the scored images.
+        truth: Labels of the scored images.
+        c: Inverse strength of the regularisation.
     """
     mean, deviation = x.double().mean(0), x.double().std(0, correction=0)
     model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
@@ -134,7 +139,18 @@ def test_parallel_heads_equal_single_heads_in_float64():
 def train_one_head(
     x: Tensor, y: Tensor, rate: float, epochs: int, size: int, classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Train one linear head in float64 with SGD, momentum 0.9 and a cosine schedule."""
+    """Train one linear head in float64 with SGD, momentum 0.9 and a cosine schedule.
+
+    Return its weights and biases.
+
+    Args:
+        x: Features of the training images.
+        y: Labels of the training images.
+        rate: Learning rate of the first step.
+        epochs: Number of epochs.
+        size: Batch size.
+        classes: Number of classes.
+    """
     start = torch.randn(classes, x.shape[1], generator=torch.Generator().manual_seed(4)) * 0.01
     parameters = [start.double().requires_grad_(), torch.zeros(classes).double().requires_grad_()]
     velocities = [torch.zeros_like(parameter) for parameter in parameters]
@@ -224,10 +240,13 @@ def test_the_guesses_of_a_record_contain_the_values_used(workdir, words, parts):
 
 
 def score_three_heads(**changes: Any) -> list[Score]:
-    """Return the scores that a probe derives from three trained heads.
+    """Return the scores of a probe that has three trained heads.
 
-    The heads are correct on 1, 2 and 2 of the four scored images, and on 2, 1 and 0 of the two
-    held-out images.
+    The first head is correct on one of the four scored images and on both held-out images. The
+    second is correct on two scored images and one held-out image. The third is correct on two
+    scored images only.
+
+    `changes` replaces arguments of `score_selected_heads`.
     """
     values: dict[str, Any] = {
         "hyperparameter": "c_value", "values": (0.1, 1.0, 10.0),

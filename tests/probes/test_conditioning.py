@@ -47,9 +47,10 @@ def blank_figures(monkeypatch):
 
 
 class Runner:
-    """A callable that runs the conditioning probe, by default on two of three images.
+    """A function object that runs the conditioning probe on the first two of three photographs.
 
-    `messages` collects the messages of all runs.
+    The option `num_images` sets another number of photographs. `messages` collects the messages of
+    all runs.
     """
 
     def __init__(self, photographs, folder):

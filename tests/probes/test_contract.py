@@ -104,10 +104,15 @@ def data_for(role: str) -> list[str]:
 
 @cache
 def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
-    """Return a probe with small settings, its plan, and the arguments that select it.
+    """Return a probe with small settings.
 
-    `case` is a task, or one of the `VARIANTS` of a task. The name of a variant starts with its
-    task.
+    Args:
+        case: A task, or one of the `VARIANTS` of a task. The name of a variant starts with its
+            task.
+
+    Returns:
+        The probe adapted to the test encoder, the `PlannedProbe` before this adaptation, and the
+        command-line arguments that select the probe.
     """
     task, options = case.partition(" ")[0], VARIANTS.get(case, [])
     words = data_for(build(probing_config(task, "toy", options), "probe").role) + options

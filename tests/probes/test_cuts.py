@@ -215,9 +215,14 @@ def test_the_foreground_is_the_other_side_if_the_peak_covers_three_corners():
     ],
 )  # fmt: skip
 def test_the_rounds_of_maskcut(length, rounds, num_masks, masks, used):
-    """Test which masks MaskCut keeps.
+    """Test which masks MaskCut keeps on a row of patches.
 
-    For each round, `rounds` has the first and the last patch of the object that is found.
+    Args:
+        length: Number of patches.
+        rounds: First and last patch of the object that the eigenvector of each round shows.
+        num_masks: Maximum number of rounds.
+        masks: Patches of each mask that must be kept.
+        used: Expected number of computed eigenvectors.
     """
     pending = list(rounds)
 

@@ -124,7 +124,11 @@ def test_the_gradient_is_zero_for_unknown_or_correct_depth(equal):
 
 
 def plain_metrics(predicted: np.ndarray, depth: np.ndarray, low: float, high: float) -> list[float]:
-    """Compute the depth metrics of one image with loops over its pixels."""
+    """Compute the depth metrics of one image with loops over its pixels.
+
+    Only pixels whose true depth is between `low` and `high` count. Return delta1 to delta3 (%),
+    RMSE, relative error, log10 error and scale-invariant logarithmic error (%).
+    """
     pairs = [(d, t) for d, t in zip(predicted.flat, depth.flat, strict=True) if low < t < high]
     ratios = [max(d / t, t / d) for d, t in pairs]
     errors = [math.log(d) - math.log(t) for d, t in pairs]
@@ -214,7 +218,10 @@ def train(features: TrainingDepths, folder: Path, sources=((0,), (1,)), **change
 
 
 def relative_errors(heads: Any, features: TrainingDepths) -> list[float]:
-    """Return, for each block, the mean relative depth error of the head with the lowest error."""
+    """Return the mean relative depth error, |predicted - true| / true, for each block.
+
+    Each block has several heads. The head with the lowest error is used.
+    """
     labels, found = features.patches.labels, []
     for index in range(len(heads.weight)):
         predicted = heads.predict(
@@ -368,9 +375,10 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
 
 def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch):
     def score(_: Any, heads: Any, images: Any, indices: Any, mean_depth: Any = None) -> Any:
-        """Return scores by which the held-out images select the second learning rate.
+        """Return made-up scores of two learning rates.
 
-        By the scores on the evaluated images, the first learning rate is better.
+        On the held-out images, the second learning rate is better. On the scored images, the first
+        is better.
         """
         delta1 = [10, 90] if mean_depth is None else [80, 20]
         metrics = np.zeros((len(indices), 2, len(delta1), len(UNITS)))

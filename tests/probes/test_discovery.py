@@ -29,9 +29,14 @@ OUTSIDE = [50.0, 50.0, 60.0, 60.0]
 
 
 def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
-    """Count the true, found and correct boxes of an image for each confidence rank.
+    """Return an image's counts of true, predicted and correct boxes, by confidence rank.
 
-    If `ranks` is None, the found boxes have the ranks 0, 1, 2 and so on, in the order given.
+    Args:
+        found: Predicted boxes.
+        true: True boxes.
+        ranks: Confidence rank of each predicted box, where rank 0 is the most confident. By
+            default, the boxes have the ranks 0, 1, 2 and so on.
+        num_ranks: Number of ranks.
     """
     return detection_counts(
         np.array(found, np.float64).reshape(-1, 4),

@@ -23,6 +23,11 @@ TAU, EPS = 0.2, 1e-5
 def dense_solution(features, *, weighted=False, tau=TAU):
     """Solve the eigenproblem (D - A) x = lambda D x of a graph of tokens with scipy.
 
+    A contains the weights of the links between tokens. If the cosine similarity of two tokens
+    exceeds `tau`, they are linked. A link has the weight 1, or its cosine if `weighted` is true.
+    Other weights are almost 0. The diagonal matrix D contains the node degrees, the sums of A's
+    rows.
+
     Return the second and third eigenvalues, the second eigenvector and the node degrees.
     """
     unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
@@ -44,7 +49,7 @@ def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
 
 
 def chain(num_tokens, reach=3.0):
-    """Return a chain of tokens whose similarity graph has nearly equal eigenvalues.
+    """Return features of tokens on a line, whose similarity graph has nearly equal eigenvalues.
 
     The graph links only tokens whose positions differ by less than about 1.8 times `reach`.
     """
@@ -173,8 +178,9 @@ def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
 def compare_with_dense_solutions(images, *, at_least: int) -> None:
     """Compare our eigenvectors for the patches of images with dense solutions.
 
-    All blocks and facets (kinds of features) of encoders with and without skip connections are
-    used. For at least `at_least` of the graphs, the eigenvector must be unique.
+    Keys and tokens of all blocks are used, from encoders with and without skip connections. An
+    eigenvector is compared only if its eigenvalue is clearly smaller than the next. This must hold
+    for at least `at_least` graphs.
     """
     numbers = Counter()
     for skip, image in itertools.product((True, False), images):

@@ -67,7 +67,7 @@ def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
 def precision_by_fractions(is_right: Sequence[bool], k: int) -> Fraction:
     """Compute the exact precision among the first k images of a ranking.
 
-    If the last correct image comes before position k, its position replaces k.
+    Images after the last correct image are not counted, even if they are among the first k.
     """
     last = max(place for place, right in enumerate(is_right, start=1) if right)
     return Fraction(sum(is_right[: min(k, last)]), min(k, last))

@@ -36,9 +36,10 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a block on random tokens. Return a record of its input, output and intermediate values.
+    """Run a block on random tokens. Return a `BlockRecord` with its input, output and parts.
 
-    The attention is sharper than at initialisation, so that the term E of the Jacobian is large.
+    Query and key weights are multiplied by `sharpness`. This sharpens the attention, so that the
+    term E of the Jacobian (the derivative of the attention weights) is large.
     """
     block = build_vit(config, seed=0).double().eval().requires_grad_(False).blocks[0]
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
@@ -70,11 +71,12 @@ def test_jacobians_agree_with_finite_differences(config):
 
 
 def kronecker_terms(one):
-    """Compute the terms B and E of a block's Jacobian entry by entry.
+    """Compute the two terms of the Jacobian of a block's attention, B and E, with loops.
+
+    B treats the attention weights as constant, and E contains their derivative. As in the paper,
+    matrices are flattened column by column.
 
     Source: equation 10 of "Cutting the Skip".
-
-    As in the paper, matrices are flattened column by column.
     """
     block, x = one.block, one.block.norm1(one.input)
     tokens, dim = x.shape
@@ -105,7 +107,11 @@ def kronecker_terms(one):
 
 
 def reorder_by_columns(matrix, tokens, dim):
-    """Reorder a Jacobian whose matrices are flattened row by row, so that they are by column."""
+    """Reorder the rows and columns of a Jacobian.
+
+    At first, input and output tokens, of shape [tokens, dim], are flattened row by row. In the
+    returned Jacobian, they are flattened column by column.
+    """
     order = torch.arange(tokens * dim).reshape(tokens, dim).T.flatten()
     return matrix[order][:, order]
 

@@ -155,7 +155,17 @@ def test_features_come_from_the_central_squares(root, facet):
 
 
 def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, share: float):
-    """Extract the features of one image at a time. Apply the encoder's final norm explicitly."""
+    """Return the features and labels of images, extracted one image at a time.
+
+    The encoder's final norm is applied explicitly. If `facet` is not "cls", the patch tokens are
+    averaged.
+
+    Args:
+        layer: Index of the block.
+        facet: Kind of feature.
+        images: Images with labels.
+        share: Side of the cropped central square, relative to the shorter side of the image.
+    """
     encoder = tiny()
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
     norm, vectors = encoder.module.get_submodule("norm"), []

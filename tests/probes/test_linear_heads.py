@@ -45,7 +45,19 @@ def make_bank(standardization):
 
 
 def train_separately(source, rate, mode, batches, standardization, start, **options):
-    """Train a single linear head on upsampled logits, with autograd and a torch optimizer."""
+    """Train a single linear head on upsampled logits, with autograd and a torch optimizer.
+
+    Return its weights and biases.
+
+    Args:
+        source: Index of the block.
+        rate: Learning rate of the first step.
+        mode: Interpolation of the logits, such as "bilinear".
+        batches: Features and labels of each batch.
+        standardization: Mean and scale of the features of each block.
+        start: Initial weights and biases.
+        options: Options of SGD. Without any, the optimizer is AdamW.
+    """
     weight, bias = (torch.nn.Parameter(value.clone()) for value in start)
     build = torch.optim.SGD if options else torch.optim.AdamW
     optimizer = build([weight, bias], lr=rate, weight_decay=DECAY, **options)

@@ -100,7 +100,12 @@ def random_pieces(side, dtype=torch.float64, scale=3.0):
 
 
 def sum_with_autograd(logits, counted):
-    """Compute a weighted sum of the log-sum-exp of upsampled logits, and its autograd gradient."""
+    """Compute a weighted sum of upsampled logits' log-sum-exp, and its autograd gradient.
+
+    The log-sum-exp of a pixel is over its classes. `counted` has a weight for each pixel, in the
+    shape [pixels of a cell, images, rows of cells, columns of cells]. A cell is the square between
+    the centres of four neighbouring patches.
+    """
     logits = logits.double().clone().requires_grad_()
     side = math.isqrt(len(counted))
     flat = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")

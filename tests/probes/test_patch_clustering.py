@@ -48,7 +48,10 @@ def scores_of(tmp_path, dataset=None, encoder=None, seed=0, **changes: Any):
 
 
 def cluster_pixels(context, layer):
-    """Return the cluster, computed with scikit-learn, and the true class of each labelled pixel."""
+    """Return the cluster and the true class of each labelled pixel of the validation images.
+
+    The clusters of patches are computed with scikit-learn's k-means.
+    """
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):
@@ -69,7 +72,10 @@ def cluster_pixels(context, layer):
 
 
 def best_of_all_matchings(guess, truth, clusters):
-    """Try all assignments of clusters to classes. Return the highest accuracy with its mean IoU."""
+    """Return the highest accuracy (%) that an assignment of clusters to classes reaches.
+
+    All assignments are tried. Also return the mean IoU (%) of the best assignment.
+    """
     best = (-1.0, 0.0)
     for names in itertools.permutations(range(clusters), 4):
         ious = []

@@ -200,9 +200,9 @@ def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_map(features: torch.Tensor) -> torch.Tensor:
-    """Return a PCA map that is not yet aligned with a reference.
+    """Return the PCA map of an image: the first three principal components of its patches.
 
-    Its components have unit variance.
+    The map is not aligned with a reference map. Its components have unit variance.
     """
     projected = fit_projection(features.flatten(0, 1)).apply(features)
     return orient_signs([projected], [full_mask(projected)])[0]

@@ -97,7 +97,13 @@ REFERENCE = Cut()
 
 
 def discover_in(pixels: np.ndarray, facet: Facet = "key", cut: Cut = REFERENCE):
-    """Run `discover` on the features of an image in block 2. Return the object that it finds."""
+    """Return the object that `discover` finds in an image, with the features of block 2.
+
+    Args:
+        pixels: RGB image with values from 0 to 255, of shape [height, width, 3].
+        facet: Kind of feature.
+        cut: Options of the graph and its cut, such as the similarity threshold.
+    """
     extractor = FeatureExtractor(tiny_encoder(), layers=[2], facets=[facet], pad=True)
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
     grid = PatchGrid(pixels.shape[0], pixels.shape[1], 8)
@@ -108,7 +114,10 @@ FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
 
 
 def read_log(folder: Path, pattern: str = "*") -> dict[str, dict]:
-    """Return the entries of an object-discovery log, by image and in the order of the log."""
+    """Return the entries of an object-discovery log by image, in the order of the log.
+
+    `pattern` selects the subfolder of the log. It must match exactly one log.
+    """
     (path,) = folder.glob(f"{pattern}/images_*.jsonl")
     lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
     return {line["image"]: line for line in lines}

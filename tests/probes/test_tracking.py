@@ -364,6 +364,7 @@ def video_results(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
     """Return made-up tracking results, one for each video.
 
     A video is given as the scores of its objects, and an area ratio that all its objects share.
+    This is the area of an object in the last frame, divided by its area in the first frame.
     """
     names = ("j_and_f", "j_mean", "f_mean", "j_recall", "f_recall", "j_decay", "f_decay")
     return [

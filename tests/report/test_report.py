@@ -143,7 +143,10 @@ def test_names_are_escaped_and_pictures_found_on_every_page(evil_report):
 
 
 def read_first_provenance(report: Path) -> dict[str, Any]:
-    """Return the fields of the first record that a report's provenance dialog can show."""
+    """Return the fields of the first record (stored score) in a report's `records.js`.
+
+    The report shows these fields in a dialog that explains how a score was computed.
+    """
     script = (report / "records.js").read_text()
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))

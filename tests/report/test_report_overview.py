@@ -329,9 +329,14 @@ def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Ga
 
 
 def strips(root, checkpoints, galleries, headline=(), hits=None):
-    """Save the figures of some galleries.
+    """Return the rows of figures that the overview page of a report shows.
 
-    Return the rows of figures that the overview page shows.
+    Args:
+        root: Folder of the report, in which the figures are created.
+        checkpoints: The report's checkpoints.
+        galleries: Groups of figures, by the encoder id of the checkpoint.
+        headline: Groups of comparable scores on the overview page.
+        hits: Score of each image. Among otherwise equal images, the highest is preferred.
     """
     for one in chain(*galleries.values()):
         paths = (path.removeprefix("pictures/").removesuffix(".png") for path in one.paths())

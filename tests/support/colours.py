@@ -31,6 +31,11 @@ class Colours:
     """A set of images whose left and right halves differ in colour.
 
     The colour of a half is its class.
+
+    Attributes:
+        first: Number that shifts the classes of the left halves.
+        masks: Class that replaces all classes in an image's mask, by the index of the image.
+        stamp: Text that is added to the fingerprint, which identifies the set.
     """
 
     split: str

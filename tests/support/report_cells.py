@@ -29,10 +29,11 @@ def cell(**changes) -> Record:
 
 
 def around(changes: dict) -> dict:
-    """Add a 95 % interval to changes of a record that set its value but no interval.
+    """Return changes of a record, with a 95 % interval around a changed value.
 
-    `changes` maps field names to new values. The interval is as wide as that of `RECORD`, but that
-    of a percentage is limited to 0 to 100.
+    `changes` maps field names to new values. It is returned unchanged if it has no value, or
+    already has an interval. The new interval is as wide as that of `RECORD`. For percentages, it is
+    limited to 0 to 100.
     """
     value = changes.get("value")
     if value is None or "ci95" in changes:

@@ -50,7 +50,14 @@ def assert_same_run(one: Path, other: Path) -> None:
 def end_after_parts(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
-    """Make a run send itself a signal when its `number`-th micro-batch reaches the device."""
+    """Make a run send itself a signal when a training step receives a certain micro-batch.
+
+    Args:
+        monkeypatch: The fixture of pytest.
+        crops: Class that makes the run's crops.
+        number: Number of the micro-batch, counted from 1.
+        sent: The signal.
+    """
     finish, calls = crops.finish, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:

@@ -54,7 +54,10 @@ def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callabl
 
 
 def at_step(fault: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that installs a fault, which occurs when chunk `AT` of the data is read."""
+    """Return a function that installs a fault, which occurs when the images of step `AT` are read.
+
+    If `fault` returns something other than None, this replaces the images.
+    """
 
     def make(usual: Any) -> Any:
         def getitem(self: BatchChunks, piece: int) -> Any:

@@ -1,6 +1,6 @@
 """Test that a block that is degenerate on most images is marked and is never called the best.
 
-The result of a degenerate image is arbitrary.
+On a degenerate image, the result (such as the box of an object) is arbitrary.
 """
 
 import csv

@@ -21,7 +21,12 @@ ROWS = {"a": "skip, soap", "d": "skipless, soap"}
 def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
     """Return a published table to which our scores are added.
 
-    Each letter of `shas` stands for an encoder, and `rows` maps it to the encoder's row.
+    Args:
+        store: Store that contains our records.
+        name: Name of the published table.
+        choice: How the block of each score is chosen, "holdout" or "oracle".
+        shas: Letters that stand for encoders. The SHA-256 of an encoder repeats its letter.
+        rows: Row of each encoder, by its letter.
     """
     encoders = {rows[sha]: known_as(sha) for sha in shas}
     published = load_published_table(name)

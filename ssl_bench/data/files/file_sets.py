@@ -151,7 +151,7 @@ class Masks:
         return self.labels.apply(read_indices(path, has_voc_palette=self.has_voc_palette), path)
 
     def meaning(self) -> str:
-        """Return the class of every allowed mask number as a text for the fingerprint."""
+        """Return the class of every mask number as text, for the hash of the image set."""
         return repr(sorted(self.labels.classes.items()))
 
 
@@ -168,11 +168,12 @@ class Boxes:
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Return the boxes of an image. `validate_boxes` checks them.
+        """Return the boxes of an image in the form that `validate_boxes` returns.
 
         Args:
             image_id: Id of the image.
-            size: Height and width of the image in pixels, or None if it has not been decoded.
+            size: Height and width of the image in pixels, or None. If given, boxes that do not fit
+                the image are errors.
         """
         raise NotImplementedError
 
@@ -181,10 +182,10 @@ class Boxes:
         return self.files.list_missing(ids) if self.files else []
 
     def meaning(self, image_id: str) -> str:
-        """Return a text that is hashed into the fingerprint, in addition to the annotation files.
+        """Return a text about the boxes of an image, for the hash of the image set.
 
-        It must change if the boxes of the image change, but the files do not. For example, a
-        setting may leave out difficult objects.
+        The hash also depends on the annotation files in `files`. The text states what else
+        determines the boxes, such as a setting that leaves out difficult objects.
         """
         raise NotImplementedError
 
@@ -200,7 +201,7 @@ def parse_numbers(value: object, count: int) -> list[float]:
         and len(value) == count
         and all(type(number) in (int, float) and abs(number) < _MAX_COORDINATE for number in value)
     ):
-        raise ValueError(f"expected {count} numbers of pixels, got {value!r}")
+        raise ValueError(f"expected {count} coordinates in pixels, got {value!r}")
     return [float(number) for number in value]
 
 
@@ -245,7 +246,8 @@ def validate_boxes(
             for axis, low, high in (("x", box[0], box[2]), ("y", box[1], box[3])):
                 if low > high or (low == high and not allow_flat):
                     raise ValueError(
-                        f"the box {box} begins at {axis} = {low:g} and ends at {high:g}"
+                        f"the box {box} begins at {axis} = {low:g} and ends at {high:g}, expected "
+                        "a larger end"
                     )
             sides = () if size is None else zip("xy", box[:2], box[2:], size[::-1], strict=True)
             for axis, low, high, side in sides:
@@ -253,11 +255,12 @@ def validate_boxes(
                 overlaps = low <= side and high >= 0 if allow_flat else low < side and high > 0
                 if not overlaps or low < -side or high > 2 * side:
                     raise ValueError(
-                        f"the box {box} does not fit its image, which has {axis} from 0 to {side}"
+                        f"the box {box} does not overlap its image or extends too far beyond it. "
+                        f"The image has {axis} from 0 to {side}"
                     )
         except ValueError as error:
             raise DataError(
-                f"{file}, object {name}: {error}. Correct or download the file"
+                f"{file}, object {name}: {error}. Correct the file, or download it again"
             ) from error
         boxes.append(box)
     return np.array(boxes, np.float64).reshape(-1, 4)
@@ -265,7 +268,7 @@ def validate_boxes(
 
 @dataclass(frozen=True)
 class FileSet:
-    """Base class of the samples of one split, stored in files.
+    """Base class of sets of samples that are stored in files, such as one split of a dataset.
 
     Attributes:
         name: Name of the dataset.
@@ -303,15 +306,17 @@ class FileSet:
     def identify_parts(
         self, parts: Iterable[FilePart], total: int
     ) -> closing[Generator[str, None, None]]:
-        """Identify files of this set with the function `fingerprints.identify_parts`.
+        """Compute the SHA-256 of files of this set, or read their sizes and times.
+
+        The option `options.fingerprint` chooses between the two, see `fingerprints.identify_parts`.
 
         Args:
-            parts: The files, or separately hashed parts of them.
+            parts: The files, or parts of files that are hashed separately.
             total: Number of parts.
 
         Returns:
-            Context manager for the generator that `fingerprints.identify_parts` returns. It closes
-            the generator on exit.
+            Context manager for a generator, which yields one text for each part, such as its
+            SHA-256. The generator is closed on exit.
         """
         return closing(
             identify_parts(
@@ -330,7 +335,7 @@ class FileSet:
             kind: What an id stands for, such as "image". It is used in error messages.
         """
         if not self.ids:
-            raise DataError(f"{self.source} lists no {kind} for the split {self.split}")
+            raise DataError(f"{self.source} has no {kind} for the split {self.split}")
         if len(set(self.ids)) < len(self.ids):
             raise DataError(f"{self.source} lists the same {kind} twice. Remove repeated lines")
 
@@ -340,7 +345,7 @@ class FileSet:
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
                 f"{len(missing)} of {len(ids)} {kind} of the split {self.split} are missing in "
-                f"{folder}: {join_names(missing)}; the ids come from {self.source}"
+                f"{folder}: {join_names(missing)}. The ids of the split come from {self.source}"
             )
 
 

@@ -52,10 +52,12 @@ RACY_NS = 2 * 10**9
 
 
 def compute_fingerprint(rows: Iterable[Sequence[object]], kind: FingerprintKind = "content") -> str:
-    """Return the fingerprint of an image set: the SHA-256 of rows of JSON values that describe it.
+    """Return the fingerprint of an image set, which is the SHA-256 of rows that describe it.
 
-    If `kind` is "stat", files were identified by their sizes and times instead of their content.
-    The fingerprint then begins with "stat-".
+    Args:
+        rows: Rows of JSON values, such as the id of an image and the SHA-256 of its file.
+        kind: "stat" if the rows contain sizes and times of files instead of hashes of their
+            content. The fingerprint then begins with "stat-".
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -65,9 +67,11 @@ def compute_fingerprint(rows: Iterable[Sequence[object]], kind: FingerprintKind 
 
 
 def extend_fingerprint(fingerprint: str, *rows: Sequence[object]) -> str:
-    """Return a fingerprint that depends on another fingerprint and on rows of JSON values.
+    """Return the fingerprint of an image set that is derived from another image set.
 
-    A prefix "stat-" of the other fingerprint is kept.
+    Args:
+        fingerprint: Fingerprint (hash) of the other set. A prefix "stat-" is kept.
+        rows: JSON values that describe the difference, such as ["bits", 12].
     """
     return compute_fingerprint([[fingerprint], *rows], fingerprint_kind(fingerprint))
 
@@ -176,10 +180,10 @@ class IdentifiedImages:
     def fingerprint(self) -> str:
         """Return a SHA-256 that identifies the images and annotations of the set.
 
-        It covers the ids in their order, the identity of each file, the meaning of the labels,
-        `data.bits`, and whether the EXIF orientation is applied. A file is identified by its
-        content. With data.fingerprint=stat, it is identified by its size and modification time. The
-        fingerprint does not depend on the name or the folder of the set.
+        It depends on the ids in their order, the content of each file, the class of each number in
+        masks, `data.bits`, and whether the EXIF orientation is applied. With data.fingerprint=stat,
+        the size and modification time of a file replace its content. The fingerprint does not
+        depend on the name or the folder of the set.
 
         Raises:
             DataError: A file cannot be read, or has changed since the set was opened.
@@ -252,17 +256,17 @@ class FilePart(NamedTuple):
 def identify_parts(
     parts: Iterable[FilePart], kind: FingerprintKind, *, title: str, folder: Path, total: int
 ) -> Generator[str, None, None]:
-    """Yield the SHA-256 of each file or part of a file.
+    """Yield the SHA-256 of each file or part of a file, and cache it on disk.
 
     If `kind` is "stat", the size and modification time of the file are yielded instead. If the
-    generator is closed or interrupted, the digests computed so far are stored in the cache.
+    generator is closed or interrupted, the hashes computed so far are still cached.
 
     Args:
         parts: Files or parts of files. Most of them are in `folder`.
         kind: Whether files are identified by their "content", or by "stat", which is their size and
             modification time.
         title: Name of the image set, for messages.
-        folder: Folder whose digests are stored in one cache file.
+        folder: Folder or file of the image set. It has its own cache file.
         total: Number of parts.
 
     Raises:
@@ -347,9 +351,10 @@ def _file_error(path: Path, error: OSError) -> DataError:
 
 
 class DigestCache:
-    """Cache of file digests on disk. A digest is valid until `file_state` of its files changes.
+    """Cache on disk for hashes (digests) of files.
 
-    A damaged cache file is ignored. Threads may share an instance. If several processes write the
+    A digest is valid until the size, times or inode of its files change, see `file_state`. A
+    damaged cache file is ignored. Threads may share an instance. If several processes write the
     same cache file, some digests may be lost. They are then computed again.
 
     Args:

@@ -414,7 +414,10 @@ def _stored_numbers(
     """Return the numbers that a mask file stores, and undo Pillow's scaling to 8 or 16 bits."""
     # Only some programs invert the numbers of a TIFF in which zero is white.
     if _is_inverted(image):
-        raise DataError(f"{name} is a TIFF in which zero is white. Save the mask as PNG")
+        raise DataError(
+            f"{name} is a TIFF in which zero is white, so its class numbers may be inverted. Save "
+            "the mask as PNG"
+        )
     if image.mode in ("1", "P"):
         return np.array(image).astype(np.uint8)
     largest, scaled_to = _largest_sample(image, data), 255 if image.mode == "L" else _16_BITS

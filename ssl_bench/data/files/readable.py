@@ -132,17 +132,15 @@ class ReadableDataset(DatasetView):
 def leave_out_unreadable(
     view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, cache: ReadabilityCache
 ) -> Dataset:
-    """Return a dataset that leaves out unreadable images, if the user or the dataset wants this.
-
-    Otherwise, `view` is returned. The choice of the user has priority.
+    """Return `view`, or a dataset that leaves out its unreadable images.
 
     Args:
         view: The dataset with all settings of the user, such as a limit on the number of images.
         dataset: The original dataset. If its attribute `leaves_out_unreadable` is true, unreadable
             images are left out by default.
-        on_bad_image: Choice of the user, or None. "skip" leaves unreadable images out. With "fail",
-            they raise an error. If the dataset would leave them out by default, the error is raised
-            when an image set is opened.
+        on_bad_image: Choice of the user, or None for the default. With "skip", unreadable images
+            are left out. With "fail", they raise an error. A dataset that leaves them out by
+            default raises it as soon as an image set is opened.
         cache: Known results of decoding images.
     """
     if on_bad_image == "skip" or getattr(dataset, "leaves_out_unreadable", False):
@@ -203,8 +201,7 @@ def find_read_errors(
 
     Args:
         images: The images. If they come from files, the files are decoded without corruptions.
-        known: Errors of images that have already been decoded, or None for readable images. New
-            results are added.
+        known: Results of earlier calls, as in `ReadabilityCache.errors`. New results are added.
     """
     files, indices = underlying_files(images) or (None, np.arange(len(images)))
     source = images if files is None else files
@@ -263,9 +260,10 @@ def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | Non
 def underlying_files(
     images: ImageSet,
 ) -> tuple[IdentifiedImages, Int64[np.ndarray, " images"]] | None:
-    """Return the image set that reads the original files, and the index of each image in that set.
+    """Return the image set that reads the files of a view, and the index of each image in it.
 
-    Return None if the images do not come from files.
+    A view is, for example, a subset or a set of corrupted images. Return None if the images do not
+    come from files.
     """
     if isinstance(images, IdentifiedImages):
         return images, np.arange(len(images))
@@ -341,7 +339,7 @@ def _find_shared_images(
 
 
 def image_digests(images: ImageSet) -> list[str] | None:
-    """Return a digest of each image before corruption, or None if the set has none."""
+    """Return a hash of each image before corruption, or None if the set has no such hashes."""
     if own := getattr(images, "image_digests", None):
         return own()
     inner = getattr(images, "images", None)

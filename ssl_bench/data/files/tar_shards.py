@@ -247,7 +247,9 @@ def _list_images(
             if key in labels and extension == ".cls":
                 raise DataError(f"{shard} has {member.name} twice")
             if key in images and extension != ".cls":
-                raise DataError(f"{shard} has two images {images[key][0]} and {member.name}")
+                raise DataError(
+                    f"{shard} has two images of one sample, {images[key][0]} and {member.name}"
+                )
             if extension == ".cls":
                 file.seek(member.offset_data)
                 label = _LABEL.fullmatch(file.read(min(member.size, _MAX_LABEL_BYTES)))

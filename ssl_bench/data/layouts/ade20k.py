@@ -26,9 +26,10 @@ class Ade20k(PairedFolders):
 
     Attributes:
         root: The folder ADEChallengeData2016, or its parent folder.
-        train_split: Name of the training folders in images/ and annotations/, or a share such as
+        train_split: Name of the folders in images/ and annotations/ for training, or a part such as
             `training:0-75%`.
-        val_split: Name of the scored folders in images/ and annotations/, or a share of them.
+        val_split: Name of the folders in images/ and annotations/ for scoring, or a part such as
+            `validation:0-50%`.
     """
 
     name = "ade20k"

@@ -37,7 +37,8 @@ class PublishedIds(IndexMasks):
         if (numbers == IGNORED).any():
             raise DataError(
                 f"{path} holds 255, which occurs only in masks of training ids. Such masks are "
-                "usually named *_labelTrainIds.png. If all masks store training ids, say so",
+                "usually named *_labelTrainIds.png. Remove this mask, or declare that all masks "
+                "store training ids",
                 hint=("dataset.numbers=null", "dataset.ignored=[255]"),
             )
 

@@ -74,7 +74,7 @@ class ClassificationSplits(Layout):
     Attributes:
         known_only: Leave out scored images whose class has no training image. Otherwise, such an
             image is an error.
-        name: Name in records and tables.
+        name: Name of the dataset in stored results and tables.
     """
 
     supports = frozenset({"classification", "images"})
@@ -96,13 +96,14 @@ class ClassFolders(ClassificationSplits):
 
     A class folder may contain subfolders. The folders below the root are classes if they contain
     images directly and none of them is called `val` or `test`. All images then form the split
-    `all`. A share of a split contains the same share of each class, in the order of file names.
+    `all`. A part of a split such as `train:0-75%` contains the first 75 % of the images of each
+    class, sorted by file name.
 
     Attributes:
         root: The folder that contains the folders of the splits, or those of the classes.
-        train_split: Folder of the training images, or a share such as `train:0-75%` (default:
+        train_split: Folder of the training images, or a part such as `train:0-75%` (default:
             `train`, or `all:0-80%` without folders of splits).
-        val_split: Folder of the scored images, or a share such as `val:0-50%` (default: `val`, else
+        val_split: Folder of the scored images, or a part such as `val:0-50%` (default: `val`, else
             `test`, or `all:80-100%` without folders of splits).
     """
 
@@ -112,15 +113,15 @@ class ClassFolders(ClassificationSplits):
         """Return the training images.
 
         Raises:
-            DataError: An image is in no class folder, or the selected share lacks images of a
-                class.
+            DataError: An image is in no class folder, or the selected part of the split lacks
+                images of a class.
         """
         images = self._label_images(self._splits[0], self._train_classes)
         missing = sorted(set(range(len(images.class_names))).difference(images.labels))
         if missing:
             raise DataError(
                 f"{self._root} has too few images of the class {images.class_names[missing[0]]} "
-                f"for the share {images.split}. Use a larger share, or remove the class"
+                f"for the split {images.split}. Select a larger part, or remove the class"
             )
         return images
 
@@ -156,7 +157,7 @@ class ClassFolders(ClassificationSplits):
             first = next((name for name in names if name.lower().startswith(_TRAIN)), names[0])
             raise DataError(
                 f"{self._root} contains neither {_TRAIN}/CLASS/IMAGE nor CLASS/IMAGE, but "
-                f"{', '.join(names[:5])}. Select the folder of the class folders",
+                f"{', '.join(names[:5])}. Pass the folder that contains the class folders",
                 hint=(f"data.root={escape_braces(str(self._root / first))}",),
             )
         return self.train()
@@ -165,7 +166,7 @@ class ClassFolders(ClassificationSplits):
     def _root(self) -> Path:
         if self.root is None:
             raise DataError(
-                "class_folders needs a folder with train/CLASS/IMAGE",
+                "the dataset class_folders needs a folder with images such as train/CLASS/IMAGE",
                 hint=("--data-root", "{folder}"),
             )
         root = resolve_folder(self.root)
@@ -194,7 +195,7 @@ class ClassFolders(ClassificationSplits):
 
     @cached_property
     def _splits(self) -> tuple[str, str]:
-        """Return the training split and the validation split, each as a name or a share."""
+        """Return the training split and the scored split, such as "train" or "all:0-80%"."""
         train, val = self.train_split, self.val_split
         if train is None and val is None and self._is_flat:
             say_once(
@@ -210,8 +211,8 @@ class ClassFolders(ClassificationSplits):
         if self._is_flat:
             if name != _ALL:
                 raise DataError(
-                    f"{self._root} has no split {name}. Its folders are classes, and they form the "
-                    f"split {_ALL}",
+                    f"{self._root} has no split {name}. Its folders are classes instead of splits, "
+                    f"so all images form the split {_ALL}",
                     hint=(f"dataset.train_split={_ALL_TRAIN}", f"dataset.val_split={_ALL_VAL}"),
                 )
             return self._root
@@ -237,7 +238,10 @@ class ClassFolders(ClassificationSplits):
         return tuple(sorted(set(self._train_classes.values())))
 
     def _label_images(self, split: str, classes: dict[str, str]) -> LabelledImages:
-        """Return the labelled images of a split or share. `classes` maps ids to class names."""
+        """Return the labelled images of a split such as "train" or "train:0-75%".
+
+        `classes` maps image ids to class names.
+        """
         names, folder = self._class_names, self._folder(split)
         if len(names) < 2:
             raise DataError(

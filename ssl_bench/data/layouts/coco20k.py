@@ -36,8 +36,8 @@ LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 class CocoBoxes(Boxes):
     """Boxes from COCO's JSON file of object instances.
 
-    Boxes without height or width are kept, as in LOST. The file has a few, and rounding creates
-    more.
+    Boxes without height or width are kept, as in the code of LOST. The file has a few, and
+    rounding the coordinates creates more.
 
     Attributes:
         file: The JSON file.
@@ -82,7 +82,7 @@ class CocoBoxes(Boxes):
         return [image_id for image_id in ids if _parse_image_number(image_id) not in known]
 
     def meaning(self, image_id: str) -> str:
-        """Return the boxes of an image as a text for the fingerprint.
+        """Return the boxes of an image as text, for the hash of the image set.
 
         Boxes of other images in the same file do not affect the text.
         """
@@ -97,7 +97,7 @@ class Coco20k(Layout):
         root: The folder that contains annotations/instances_train2014.json and images/train2014.
         list_file: File with the names of the images. By default, it is a published list in `root`
             or in its parent folder. If there is none, the list is downloaded.
-        discovery_split: `train2014`, or a share of the listed images.
+        discovery_split: `train2014`, or a part of the listed images such as `train2014:0-50%`.
         cache: Folder for the downloaded list and the parsed boxes.
     """
 

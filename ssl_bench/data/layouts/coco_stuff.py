@@ -33,9 +33,10 @@ class CocoStuff(PairedFolders):
     Attributes:
         root: The folder that contains the images in images/train2017/ or train2017/, and the masks
             in stuffthingmaps/ or annotations/.
-        train_split: Name of the folders of training images and masks, or a share such as
+        train_split: Name of the folders of training images and masks, or a part such as
             `train2017:0-75%`.
-        val_split: Name of the folders of scored images and masks, or a share of them.
+        val_split: Name of the folders of scored images and masks, or a part such as
+            `val2017:0-50%`.
         classes: Number of classes: 171, or 27 for the groups of COCO's hierarchy.
     """
 

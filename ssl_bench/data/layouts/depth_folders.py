@@ -48,7 +48,7 @@ class DepthMaps:
         return metres.astype(np.float32)
 
     def meaning(self) -> Sequence[object]:
-        """Return the settings that convert stored numbers to depths, for fingerprints."""
+        """Return the settings that convert numbers to depths, for the hash of the image set."""
         return ["depth", self.metres_per_unit, self.max_metres]
 
 
@@ -104,9 +104,9 @@ class DepthFolders(Layout):
 
     Attributes:
         root: The folder that contains the folders of the images and of the depth maps.
-        name: Name in records and tables.
-        train_split: Name of the training split, or a share such as `train:0-75%`.
-        val_split: Name of the scored split, or a share of it.
+        name: Name of the dataset in stored results and tables.
+        train_split: Name of the training split, or a part of it such as `train:0-75%`.
+        val_split: Name of the scored split, or a part of it such as `val:0-50%`.
         image_folder: Folder of the images below the root. `{split}` stands for the name of the
             split. Images and depth maps may be in subfolders with the same names.
         depth_folder: Folder of the depth maps below the root, with `{split}` as for `image_folder`.

@@ -25,7 +25,7 @@ class ImageFolder(Layout):
 
     Attributes:
         root: The folder. Links to other folders are followed.
-        name: Name in records and tables.
+        name: Name of the dataset in stored results and tables.
     """
 
     supports = frozenset({"images", "discovery"})
@@ -49,7 +49,7 @@ class ImageFolder(Layout):
             DataError: The folder does not exist or has no images.
         """
         if self.root is None:
-            raise DataError("expected a folder of images", hint=("--data-root", "{folder}"))
+            raise DataError("no folder of images was given", hint=("--data-root", "{folder}"))
         root = resolve_folder(self.root)
         if not root.is_dir():
             raise DataError(f"{root} is not a folder, expected a folder of images")

@@ -209,7 +209,8 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
         label = _choose_column("label", labels, title)
         if mask and label:
             raise ConfigurationError(
-                f"{title} has the labels {label} and the masks {mask}",
+                f"{title} has labels (column {label}) and masks (column {mask}). Choose one of "
+                "them",
                 hint=(
                     f"dataset.label_column={escape_braces(label)}",
                     "or",
@@ -222,8 +223,8 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
     for kind, name in {"image": image, "label": label, "mask": mask, "box": box}.items():
         if name is not None and name not in known[kind]:
             raise ConfigurationError(
-                f"expected dataset.{kind}_column to be a {kind} column of {title} "
-                f"({', '.join(known[kind]) or 'none'}), got {name}"
+                f"expected dataset.{kind}_column to name a {kind} column of {title} (such columns: "
+                f"{', '.join(known[kind]) or 'none'}), got {name}"
             )
     chosen = {"labels": label, "masks": mask, "boxes": box}
     described = "".join(f", {kind} in {name}" for kind, name in chosen.items() if name)
@@ -262,9 +263,9 @@ class HuggingFace(IndexedDataset):
     Attributes:
         root: ORG/NAME or ORG/NAME@REVISION on the hub, or a folder, such as one with parquet files.
         subset: Name of a subset, which the library calls a configuration (default: the only one).
-        train_split: Training split, or a share such as `train:0-75%` (default: `train`).
-        val_split: Scored split, or a share of a split (default: the first existing split of
-            `validation`, `val`, `valid`, `dev` and `test`).
+        train_split: Training split, or a part of it such as `train:0-75%` (default: `train`).
+        val_split: Scored split, or a part of it such as `test:0-50%` (default: the first existing
+            split of `validation`, `val`, `valid`, `dev` and `test`).
     """
 
     name: str = "hf"
@@ -314,7 +315,7 @@ class HuggingFace(IndexedDataset):
     def _splits(self) -> dict[str, str | None]:
         """Return the training split with the key "train" and the scored split with the key "val".
 
-        Each split is a name or a share such as `train:0-75%`, or None if there is no such split.
+        Each split is a name, a part such as `train:0-75%`, or None if there is no such split.
         """
         existing = (name for name in _VALIDATION_NAMES if name in self._tables)
         train = self.train_split or ("train" if "train" in self._tables else None)
@@ -362,7 +363,7 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
         import datasets
     except ImportError as error:
         raise MachineError(
-            "dataset hf needs the package datasets, which is not installed; "
+            "dataset hf needs the package datasets, which is not installed. Run "
             "pip install 'ssl-bench[hf]'"
         ) from error
     with _hide_warnings(datasets):

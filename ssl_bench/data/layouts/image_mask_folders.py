@@ -43,8 +43,8 @@ class PairedFolders(Layout):
     Subclasses implement `_images` and `_masks`, which return the files of a split.
 
     Attributes:
-        published_splits: Mapping from split names in `PUBLISHED_COUNTS` to folder names. Splits
-            with equal names are omitted.
+        published_splits: Folder name of each split in `PUBLISHED_COUNTS`, such as
+            {"train": "training"}. Splits whose folder has the same name are omitted.
     """
 
     supports: Any
@@ -93,7 +93,7 @@ class PairedFolders(Layout):
     def _list_ids(
         self, split: str, images: Files, masks: Masks | None
     ) -> tuple[Path, Collection[str]]:
-        """Return the path of the folder or list of a split, and all image ids in it."""
+        """Return the image folder or list file of a split, and the ids of the split."""
         del split
         # Masks without an image are included, so that the missing image is reported.
         return images.folder, {*images.ids(), *(masks.files.ids() if masks else ())}
@@ -208,8 +208,8 @@ class TwoClassMasks(IndexMasks):
         """Raise `DataError` for a mask that stores only 0 and 255, because 255 is ambiguous."""
         if set(np.unique(numbers)) == {0, IGNORED}:
             raise DataError(
-                f"{path} holds 0 and 255, but not 1 for the second class. Either 255 is the second "
-                "class, or these pixels are ignored",
+                f"{path} holds 0 and 255 but not 1, so the meaning of 255 is unclear. State "
+                "whether 255 is the second class or marks ignored pixels",
                 hint=(
                     "dataset.numbers=[0,255]",
                     "dataset.ignored=[]",
@@ -224,8 +224,7 @@ class ColourMasks(Masks):
     """Masks with one colour for each class.
 
     Attributes:
-        colours: Red, green and blue of each colour. The index of a colour is its number in
-            `labels`.
+        colours: RGB values of each colour. `labels` maps the index of a colour to its class.
     """
 
     colours: Sequence[Colour] = ()
@@ -267,9 +266,9 @@ class ImageMaskFolders(PairedFolders):
 
     Attributes:
         root: The folder that contains the folders of the images and of the masks.
-        name: Name in records and tables.
-        train_split: Name of the training split, or a share such as `train:0-75%`.
-        val_split: Name of the scored split, or a share of it.
+        name: Name of the dataset in stored results and tables.
+        train_split: Name of the training split, or a part of it such as `train:0-75%`.
+        val_split: Name of the scored split, or a part of it such as `val:0-50%`.
         image_folder: Folder of the images below the root. `{split}` stands for the name of the
             split. Images and masks may be in subfolders with the same names.
         mask_folder: Folder of the masks below the root, with `{split}` as for `image_folder`.
@@ -288,8 +287,8 @@ class ImageMaskFolders(PairedFolders):
         colours: Red, green and blue of each class, if masks store colours.
         ignored_colours: Colours of ignored pixels.
         one_object: Whether masks show one object (class 1) on a background (class 0). Then,
-            `train_split` and `val_split` may be the same, but in this case, no heads can be
-            trained.
+            `train_split` and `val_split` may be the same. Probes that train segmentation heads
+            still need different splits.
     """
 
     root: OptionalPath = None
@@ -419,9 +418,9 @@ class ImageMaskFolders(PairedFolders):
         ignored |= {0} if self.reduce_zero else set()
         if len(set(numbers)) != count or not set(numbers).isdisjoint(ignored):
             raise ConfigurationError(
-                f"dataset.numbers must be {count} different numbers, one per class, that are not "
-                f"in dataset.ignored, got {format_value(list(numbers))} and "
-                f"{format_value(sorted(ignored))}"
+                f"dataset.numbers must be {count} different numbers, one per class and none of "
+                f"dataset.ignored, got dataset.numbers={format_value(list(numbers))} and "
+                f"dataset.ignored={format_value(sorted(ignored))}"
             )
         if not {*numbers, *ignored} <= set(range(256)):
             raise ConfigurationError("dataset.numbers and dataset.ignored must lie in 0..255")

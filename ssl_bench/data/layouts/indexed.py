@@ -199,12 +199,12 @@ class IndexedImages:
             if item.mask.shape != size:
                 raise DataError(
                     f"the mask of {place} has {item.mask.shape[1]} x {item.mask.shape[0]} pixels, "
-                    f"expected {size[1]} x {size[0]} as its image"
+                    f"expected {size[1]} x {size[0]} as in its image"
                 )
             if self.is_255_unclear and {*np.unique(item.mask)} == {0, IGNORED}:
                 raise DataError(
-                    f"the mask of {place} stores 0 and 255. If 255 is the second class, set "
-                    "dataset.numbers, and if such pixels do not count, set dataset.ignored",
+                    f"the mask of {place} stores 0 and 255, so the meaning of 255 is unclear. "
+                    "State whether 255 is the second class or marks ignored pixels",
                     hint=("dataset.numbers=[0,255]", "or", "dataset.ignored=[255]"),
                 )
             mask = self.numbers.apply(item.mask, place)
@@ -274,7 +274,8 @@ class IndexedDataset(Layout):
     """Base class of datasets that consist of sequences of images, such as the rows of a table.
 
     Attributes:
-        name: Name in records and tables (default: derived from the data and its number of images).
+        name: Name of the dataset in stored results and tables (default: the name of the data and
+            its number of images, such as CIFAR10-60000).
         class_names: Names of the classes (default: those of the data).
         numbers: Numbers that masks store, one for each class (default: 0, 1, 2 and so on).
         ignored: Numbers of mask pixels that are not scored (default: 255, unless it is in
@@ -364,7 +365,11 @@ class IndexedDataset(Layout):
         return self._open_annotated("val")
 
     def discovery(self) -> ImageSet:
-        """Return images with boxes for object discovery. If there are none, return other images."""
+        """Return images for object discovery, if possible with boxes.
+
+        If there are no boxes, return images without labels and masks. If all images have labels or
+        masks, return those of the role "images".
+        """
         parts = [part for role in ("images", "val", "train") if (part := self.select_items(role))]
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]
         without = [part for part in parts if not {"label", "mask"} & part.items.annotations]
@@ -409,8 +414,8 @@ class IndexedDataset(Layout):
         ignored = {*self._ignored}
         if len({*numbers}) != num_classes or ignored & {*numbers}:
             raise ConfigurationError(
-                f"dataset.numbers expects {num_classes} different numbers, one for each class and "
-                f"none of dataset.ignored={sorted(ignored)}, got {numbers}"
+                f"dataset.numbers must be {num_classes} different numbers, one per class and none "
+                f"of dataset.ignored={sorted(ignored)}, got {numbers}"
             )
         classes: dict[int, int] = {number: index for index, number in enumerate(numbers)}
         hint = "set dataset.class_names, dataset.numbers or dataset.ignored"
@@ -438,7 +443,8 @@ class IndexedDataset(Layout):
         names = list(dict.fromkeys(items.class_names for items in sets if items.class_names))
         if len(names) > 1:
             raise DataError(
-                f"{title} have different class names", hint=("dataset.class_names=[a,b]",)
+                f"{title} have different class names. List the classes of both",
+                hint=("dataset.class_names=[a,b]",),
             )
         if names:
             return names[0]

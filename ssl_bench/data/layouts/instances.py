@@ -277,7 +277,7 @@ def read_ground_truth(file: Path) -> dict[str, Any]:
         if len({*database, *queries}) < len(database) + len(queries):
             raise ValueError("imlist and qimlist contain an image twice")
         if len(content["gnd"]) != len(queries):
-            raise ValueError(f"{len(content['gnd'])} entries for {len(queries)} queries")
+            raise ValueError(f"gnd has {len(content['gnd'])} entries for {len(queries)} queries")
         truth = [
             {key: _parse_indices(one[key], len(database)) for key in ("easy", "hard", "junk")}
             for one in content["gnd"]

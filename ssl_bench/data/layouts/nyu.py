@@ -103,10 +103,10 @@ class Nyu(Layout):
 
     Attributes:
         root: The folder that contains official_splits, or its parent folder nyu_depth_v2.
-        train_split: Name of the training folder in official_splits/, or a share of it. Unless both
-            splits have the published 795 and 654 images, the name in records ends in the number of
-            images.
-        val_split: Name of the scored folder in official_splits/, or a share of it.
+        train_split: Name of the training folder in official_splits/, or a part of it such as
+            `train:0-75%`. If the folders do not contain the published 795 and 654 images, the
+            number of images is appended to the dataset's name in stored results.
+        val_split: Name of the scored folder in official_splits/, or a part such as `test:0-50%`.
         annotation: "depth" reads sync_depth_*.png, in millimetres. "classes" reads label40_*.png.
         reduce_zero: Whether label40_*.png store 1 to 40 for the classes and 0 for unlabelled
             pixels, as published. If not, they store 0 to 39, and 255 is ignored.
@@ -188,7 +188,7 @@ class Nyu(Layout):
         return benchmark_name(self.name, ids)
 
     def _list_ids(self, split: str) -> tuple[Path, Sequence[str]]:
-        """Return the path of the folder or list of a split, and all image ids in it."""
+        """Return the image folder or list file of a split, and all image ids in it."""
         images = self._images(split)
         if self.lists is None:
             return images.folder, images.ids()
@@ -199,8 +199,8 @@ class Nyu(Layout):
                 ids.append(images.parse(line.split()[0]))
             except ValueError as error:
                 raise DataError(
-                    f"{source} has the line {line!r}, expected SCENE/rgb_NUMBER.jpg first, as in "
-                    "the lists of BTS"
+                    f"{source} has the line {line!r}, expected a line that begins with "
+                    "SCENE/rgb_NUMBER.jpg, as in the lists of BTS"
                 ) from error
         return source, ids
 

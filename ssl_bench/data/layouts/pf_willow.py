@@ -176,7 +176,9 @@ def read_points(file: Path, size: tuple[int, ...]) -> Float64[np.ndarray, "point
     try:
         points: Any = np.asarray(loadmat(io.BytesIO(data))["pts_coord"], np.float64).T - 0.5
         if points.ndim != 2 or points.shape[1] != 2 or not len(points):
-            raise ValueError(f"pts_coord has the shape {points.shape[::-1]}")
+            raise ValueError(
+                f"pts_coord has the shape {points.shape[::-1]}, expected two rows of coordinates"
+            )
         # The edges of the image are half a pixel away from the middles of the outermost pixels.
         if not ((points >= 0) & (points <= np.array(size))).all():
             raise ValueError(f"pts_coord has points outside the {size[0]} x {size[1]} image")

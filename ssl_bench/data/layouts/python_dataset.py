@@ -106,7 +106,8 @@ class PythonItems(Items):
         if self._identities.setdefault(index, identity).digest != identity.digest:
             raise DataError(
                 f"{self.describe_item(index)} has changed since it was first read. Remove random "
-                "transforms from the dataset, because results are stored by its content"
+                "transforms from the dataset, because a hash of its content identifies stored "
+                "results"
             )
         return item
 
@@ -118,7 +119,8 @@ class PythonItems(Items):
         if target.kind != self._kind:
             expected = self._kind or "no target"
             raise DataError(
-                f"{self.describe_item(index)} has another kind of target, expected {expected}"
+                f"{self.describe_item(index)} has another kind of target than the first image, "
+                f"expected {expected}"
             )
         item = Item(
             image,
@@ -311,12 +313,13 @@ class PythonDataset(IndexedDataset):
     def _make_items(self, role: str, dataset: Any) -> Items:
         if isinstance(dataset, Mapping):
             raise ConfigurationError(
-                f"{role} expects one split, got {type(dataset).__name__} with {', '.join(dataset)}"
+                f"{role} expects one split, got {type(dataset).__name__} with "
+                f"{', '.join(dataset)}. Pass one of its values"
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise ConfigurationError(
                 f"{role} expects a dataset with __len__ and __getitem__, got "
-                f"{type(dataset).__name__}. Pass the .dataset of a DataLoader"
+                f"{type(dataset).__name__}. For a DataLoader, pass its attribute dataset"
             )
         if hasattr(dataset, "features") and hasattr(dataset, "cast_column"):
             from ssl_bench.data.layouts.hugging_face import TableItems
@@ -330,8 +333,8 @@ class PythonDataset(IndexedDataset):
     def select_items(self, role: str) -> SelectedItems | None:
         if not self.list_sequences():
             raise DataError(
-                "the dataset python exists only in Python, as ssl_bench.probe(encoder, task=TASK, "
-                "train=DATASET, val=DATASET)",
+                "the dataset python can only be used in Python. Call ssl_bench.probe(encoder, "
+                "task=TASK, train=DATASET, val=DATASET), or pass a folder",
                 hint=("--dataset", "class_folders", "--data-root", "{folder}"),
             )
         items = self.list_sequences().get(role)

@@ -67,7 +67,7 @@ class SpairPairs(FileSet):
         source = _parse_points(annotation, "src_kps", images[0].shape[1::-1], file)
         target = _parse_points(annotation, "trg_kps", images[1].shape[1::-1], file)
         if len(source) != len(target):
-            raise _annotation_error(file, f"{len(source)} src_kps and {len(target)} trg_kps")
+            raise _annotation_error(file, f"it has {len(source)} src_kps and {len(target)} trg_kps")
         ((left, top, right, bottom),) = validate_boxes(
             [annotation.get("trg_bndbox")], file, ["trg_bndbox"], images[1].shape[:2]
         )
@@ -116,8 +116,9 @@ class Spair71k(Layout):
 
     Attributes:
         root: The folder that contains JPEGImages, PairAnnotation and Layout, or its parent folder.
-        val_split: `test`, `val`, `trn`, or a share of one of them. Unless the split has the
-            published 12,234 pairs, the name in records ends in its number of pairs.
+        val_split: `test`, `val`, `trn`, or a part of one of them such as `test:0-10%`. If the list
+            of the split does not have the published 12,234 pairs, its number of pairs is appended
+            to the dataset's name in stored results.
     """
 
     name = "spair71k"

@@ -49,7 +49,7 @@ class Photograph:
     Attributes:
         package: Name of the package.
         file: Path of the image in the package.
-        scale: Factor by which the image is resized, so that a few patches show its texture.
+        scale: Factor by which the image is resized, so that a few ViT patches show its texture.
         cut: Part of the image that shows the texture, as (left, top, right, bottom) in pixels. If
             it is None, the whole image is used.
     """
@@ -187,10 +187,14 @@ class Painter:
 def _load_photograph(photograph: Photograph, split: str) -> Float32[np.ndarray, "height width 3"]:
     package = find_spec(photograph.package)
     if package is None or not package.submodule_search_locations:
-        raise MachineError(f"the toy scenes need the package {photograph.package}. Install it")
+        raise MachineError(
+            f"the toy datasets use photographs of the package {photograph.package}. Install it"
+        )
     path = Path(package.submodule_search_locations[0]) / photograph.file
     if not path.is_file():
-        raise MachineError(f"{path} is not in the installed package. Install another version")
+        raise MachineError(
+            f"the photograph {path} is missing in the installed package. Install another version"
+        )
     image = Image.fromarray(read_image(path)).crop(photograph.cut)
     height, width = round(image.height * photograph.scale), round(image.width * photograph.scale)
     pixels = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS), np.float32)
@@ -234,7 +238,10 @@ def _draw_outline(
 def _visible_objects(
     depths: list[Float64[np.ndarray, "height width"]],
 ) -> Int64[np.ndarray, "height width"]:
-    """Return the index of the nearest object at each pixel, or -1 for the background."""
+    """Return the index of the nearest object at each pixel, or -1 for the background.
+
+    `depths` contains shapes of `_draw_outline`, from the farthest to the nearest object.
+    """
     visible = np.full(depths[0].shape, -1, np.int64)
     for number, depth in enumerate(depths):
         visible[depth < 1] = number
@@ -282,7 +289,10 @@ def _paste_object(
     texture: Float64[np.ndarray, "height width 3"],
     depth: Float64[np.ndarray, "height width"],
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Paste a textured object with a darker rim and a soft shadow into an image."""
+    """Paste a textured object with a darker rim and a soft shadow into an image.
+
+    `depth` is the shape of the object, as `_draw_outline` returns it.
+    """
     from scipy.ndimage import gaussian_filter
 
     inside = depth < 1
@@ -458,7 +468,7 @@ def _append_texts(parent: ElementTree.Element, **texts: object) -> None:
 
 @dataclass(frozen=True)
 class ToyObjects(GeneratedDataset):
-    """The objects of the toy scenes, cropped to their boxes, in one folder for each class."""
+    """Crops of the objects in the scenes of `Toy`, in one folder for each class."""
 
     name = "toy_objects"
     supports = frozenset({"classification", "images"})
@@ -488,7 +498,7 @@ class ToyObjects(GeneratedDataset):
 
 @dataclass(frozen=True)
 class ToyInstances(GeneratedDataset):
-    """Toy scenes for instance retrieval. A search with a scene should find its other views.
+    """Generated scenes for instance retrieval. A search with a scene should find its other views.
 
     Each scene has four images. The scene itself is the query. Two parts of it are easy to find, and
     a smaller part in grey is difficult to find.

@@ -20,7 +20,7 @@ Map = Float64[np.ndarray, "height width"]
 
 
 class RoomPainter(Painter):
-    """Painter of generated rooms, which uses the textures and photographs of the toy scenes.
+    """Painter of generated rooms, with the same textures and photographs as `Painter`.
 
     The camera is one to two metres above a horizontal floor and looks at a wall. One to three
     objects are upright boards that face the camera. Surfaces are darker if they are far away.

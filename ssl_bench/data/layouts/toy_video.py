@@ -1,4 +1,4 @@
-"""Generated videos, in which the objects of toy scenes move in front of a photograph."""
+"""Generated videos, in which textured objects move in front of a photograph."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -64,7 +64,8 @@ class VideoSet(FileSet):
         path = self.masks.path(first.image_id)
         if first.mask is None or not np.isin(first.mask, (0, IGNORED), invert=True).any():
             raise DataError(
-                f"{path} shows no object, expected the number of an object in some pixels",
+                f"the mask {path} shows no object, expected an object number such as 1 in some "
+                "pixels",
                 hint=self.advice,
             )
 
@@ -142,10 +143,11 @@ class Davis(Layout):
     Attributes:
         root: The folder that contains JPEGImages, Annotations and ImageSets, or its parent folder.
         year: Year of the masks and of the list of videos.
-        val_split: `val`, `train`, or a share of one of them. Unless the split has the published
-            number of videos, the name in records ends in its number of videos.
+        val_split: `val`, `train`, or a part of one of them such as `val:0-50%`. If the list of the
+            split does not have the published number of videos of `val`, its number of videos is
+            appended to the dataset's name in stored results.
         max_frames: Number of frames to use from the beginning of each video (default: all). If it
-            is set, the name in records states it.
+            is set, it is appended to the dataset's name in stored results.
     """
 
     supports = frozenset({"tracking"})
@@ -215,12 +217,12 @@ class FrameFolders(Layout):
 
     Attributes:
         root: The folder of the videos, or the folder of one video.
-        name: Name in records and tables.
+        name: Name of the dataset in stored results and tables.
         image_suffix: End of the file names of frames.
         mask_suffix: End of the file names of masks. Files with this suffix are not frames.
         white_is_object: Whether 255 in a mask is the only object, as in DAVIS 2016.
         max_frames: Number of frames to use from the beginning of each video (default: all). If it
-            is set, the name in records states it.
+            is set, it is appended to the dataset's name in stored results.
     """
 
     supports = frozenset({"tracking"})
@@ -243,7 +245,7 @@ class FrameFolders(Layout):
             DataError: There are no videos, or the mask of a first frame is missing.
         """
         if self.root is None:
-            raise DataError("expected a folder of videos", hint=("--data-root", "{folder}"))
+            raise DataError("no folder of videos was given", hint=("--data-root", "{folder}"))
         root = resolve_folder(self.root)
         if not root.is_dir():
             raise DataError(f"{root} is not a folder, expected a folder of videos")

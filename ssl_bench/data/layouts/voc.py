@@ -65,7 +65,7 @@ class VocBoxes(Boxes):
         try:
             root = _parse_xml(read_regular(path))
             if root.tag != "annotation":
-                raise ValueError(f"its root element is {root.tag}")
+                raise ValueError(f"its root element is {root.tag}, expected annotation")
             objects = {
                 number: element
                 for number, element in enumerate(root.findall("object"), 1)
@@ -152,7 +152,7 @@ class VocFolder:
         """Return the images of a split with boxes, for object discovery.
 
         Args:
-            split: Name of the split, or a share of it, such as `trainval:0-75%`.
+            split: Name of the split, or a part of it such as `trainval:0-75%`.
             exclude_difficult: Leave out boxes that are marked as difficult or truncated, and images
                 that have no other boxes.
         """
@@ -203,10 +203,12 @@ class Voc(Layout):
     Attributes:
         root: The folder VOC2012 or VOCdevkit, or the parent folder of VOCdevkit.
         year: Year of the dataset, 2012 or 2007.
-        train_split: Name of a list of images in ImageSets/Segmentation, or a share such as
+        train_split: Name of a list of images in ImageSets/Segmentation, or a part of it such as
             `train:0-75%`. `trainaug` also contains the images and masks of SBD.
-        val_split: Name of a list of images in ImageSets/Segmentation, or a share of it.
-        discovery_split: Name of a list of images in ImageSets/Main, or a share of it.
+        val_split: Name of a list of images in ImageSets/Segmentation, or a part of it such as
+            `val:0-50%`.
+        discovery_split: Name of a list of images in ImageSets/Main, or a part of it such as
+            `trainval:0-50%`.
         exclude_difficult: Leave out boxes that are marked as difficult or truncated.
     """
 

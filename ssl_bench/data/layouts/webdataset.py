@@ -23,7 +23,10 @@ _TRAIN_NAMES, _VAL_NAMES = ("train",), ("val", "test")
 
 
 def is_webdataset(root: str | Path) -> bool:
-    """Return whether a path is a tar file, a pattern, or a folder with tar files but no images."""
+    """Return whether a path is a tar file, a pattern, or a folder with tar files but no images.
+
+    An example of a pattern is "shards/{000..099}.tar".
+    """
     path = expand_path(root)
     if not path.is_dir():
         return not set("*?[{").isdisjoint(str(path)) or path.name.lower().endswith(SHARD_SUFFIXES)
@@ -68,14 +71,17 @@ class WebDataset(ClassificationSplits):
         """
         shards = self._shards(self.val_split, _VAL_NAMES)
         if shared := sorted({*shards}.intersection(self._train_shards)):
-            raise DataError(f"{shared[0]} belongs to both splits", hint=_CHOOSE_SPLITS)
+            raise DataError(
+                f"the tar file {shared[0]} belongs to both splits, for training and for scoring",
+                hint=_CHOOSE_SPLITS,
+            )
         images = self._open(shards, self.val_split or _VAL_NAMES[0])
         numbers = _read_class_numbers(images)
         known = {int(name): label for label, name in enumerate(self._train.class_names)}
         if self.known_only:
             kept = [index for index, number in enumerate(numbers) if number in known]
             if not kept:
-                raise DataError(f"{images.folder} has no image of a class with training images")
+                raise DataError(f"no image in {images.folder} belongs to a training class")
             images = images.select(images.name, kept)
             numbers = [numbers[index] for index in kept]
         if unknown := sorted(set(numbers).difference(known)):
@@ -104,7 +110,7 @@ class WebDataset(ClassificationSplits):
     def _root(self) -> Path:
         if self.root is None:
             raise DataError(
-                "expected a folder or pattern of tar files", hint=("--data-root", "{folder}")
+                "no folder or pattern of tar files was given", hint=("--data-root", "{folder}")
             )
         return expand_path(self.root)
 
@@ -119,7 +125,10 @@ class WebDataset(ClassificationSplits):
     def _shards(self, split: str | None, names: Sequence[str]) -> list[Path]:
         """Return the tar files of a split.
 
-        If `split` is None, the first of `names` for which there is a folder or a tar file is used.
+        Args:
+            split: Folder or pattern below the root, or None to search for `names`.
+            names: Usual names of the split, such as "val" and "test", the preferred name first. A
+                name is a folder, or a part of the names of tar files.
         """
         if not self._root.is_dir():
             raise DataError(

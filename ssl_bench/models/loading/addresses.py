@@ -67,8 +67,9 @@ def display_name(path: Path) -> str:
     """Return the name that tables show for the encoder in a weights file.
 
     The last encoder of a training run is named after the run folder RUN, and the encoder of an
-    earlier epoch is called RUN@EPOCH. Any other encoder is named after its file, without the
-    suffix. If the file has a common name, such as `checkpoint`, the name of its folder precedes it.
+    earlier epoch is called RUN@EPOCH. Any other encoder is named after its file, without an
+    extension such as `.pth`. If the file has a common name, such as `checkpoint`, the name of its
+    folder precedes it.
     """
     epoch, folder = parse_epoch(path), resolve_links(path).parent.name
     if path.name == LAST:
@@ -89,7 +90,11 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 
 def _split_list(text: str) -> list[str]:
-    """Split "a,b" at the comma if a or b is an address, an existing file or a matching pattern."""
+    """Split a text at its commas if it is a list of encoder addresses, such as "runs/a,runs/b".
+
+    It is a list if a part contains a colon, is an existing path, or is a pattern that matches a
+    path. If the whole text is such a path or pattern, it is not split.
+    """
     # RUN@1,2 is not split, because 2 is not an address.
     if re.fullmatch(r"[^,]*@[\d,-]+", text, re.DOTALL):
         return [text]
@@ -121,11 +126,11 @@ def is_baseline(uri: str) -> bool:
 
 
 def has_random_weights(uri: str) -> bool:
-    """Return whether the encoder at an address has a baseline with random weights, `random:URI`.
+    """Return whether the baseline `random:URI` exists for the encoder at an address URI.
 
-    Only the address is examined. Untrained baselines have no such baseline themselves. The same
-    holds for user modules and encoders from other packages, because their initialisation is
-    unknown.
+    The baseline is the same encoder with its initial weights. It does not exist for user modules
+    and for encoders from other packages, because their initialisation is unknown. Untrained
+    baselines have no further baseline. Only the address is examined.
     """
     is_external = uri.partition(":")[0] in entry_points("encoder")
     return not (is_baseline(uri) or FILE_AND_NAME.fullmatch(uri) or is_external)

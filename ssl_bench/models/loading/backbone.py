@@ -76,9 +76,11 @@ class Backbone:
 def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     """Find the encoder in the content of a weights file.
 
-    A file may contain several encoders, whose tensor names differ in a prefix. If so, the one whose
-    prefix indicates a moving average, such as "teacher" or "ema", is used. Exceptions are MoCo-v3,
-    solo-learn and averages that were never updated.
+    A file may contain several encoders, such as a student and a teacher. Their tensor names differ
+    in a prefix. The moving average is used, which has a prefix such as "teacher" or "ema". There
+    are two exceptions. A moving average that was never updated is not used, because it contains the
+    initial weights. For MoCo-v3 and solo-learn, the trained encoder is used, as in their own
+    evaluations.
 
     Raises:
         CheckpointError: There is no encoder, or it is unclear which of several encoders to use, or
@@ -103,8 +105,9 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     encoders = _find_encoders(candidates)
     if not (roots := encoders or _largest_containers(candidates)):
         raise CheckpointError(
-            f"{path} is not a Vision Transformer: expected tensors with names of weights, got "
-            f"{list_names(list(tensors))}. Save model.state_dict() instead"
+            f"{path} is not a Vision Transformer: expected tensors with names such as "
+            f"blocks.0.attn.qkv.weight, got {list_names(list(tensors))}. Save model.state_dict() "
+            "instead"
         )
     root = _choose_encoder(roots, unaveraged, path)
     others = [other for other in roots if other != root]
@@ -194,8 +197,8 @@ def _require_unique(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str
     for name, value in pairs:
         if name in tensors:
             raise CheckpointError(
-                f"{path} contains {name} twice, with and without the prefix of a wrapper. Save "
-                "only the state_dict of the encoder"
+                f"{path} contains {name} twice, with and without a prefix such as module. or "
+                "_orig_mod. from a wrapper. Save only the state_dict of the encoder"
             )
         tensors[name] = value
     return tensors
@@ -204,8 +207,8 @@ def _require_unique(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str
 def _find_encoders(names: Collection[str]) -> list[str]:
     """Return the name prefix of each encoder among the tensors of a weights file.
 
-    An encoder is recognised by a patch embedding kernel and blocks. A kernel without a bias is
-    ignored if another kernel of the same name has a bias.
+    An encoder is recognised by the weight of a patch embedding and by blocks. Several tensors may
+    be named like such a weight. If some of them have a bias, those without a bias are ignored.
     """
     kernels = dict.fromkeys(match.groups() for name in names if (match := _KERNEL.fullmatch(name)))
     return [
@@ -240,8 +243,8 @@ def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
 def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
     """Choose one of several encoders in a weights file, and return its prefix.
 
-    Prefixes are compared part by part, from the left. At the first part in which they differ,
-    `_rank` decides.
+    Prefixes such as "teacher.backbone." are compared part by part, from the left. At the first part
+    in which they differ, the encoder with the highest priority (`_rank`) is chosen.
 
     Args:
         roots: Prefix of each encoder.
@@ -274,10 +277,8 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
 def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
     """Return the priority (rank) of an encoder in a file with several encoders.
 
-    The encoder with the highest rank is loaded.
-
-    A moving average has a high rank, unless it was never updated. A student or a momentum encoder
-    has a low rank.
+    The encoder with the highest rank is loaded. A moving average, such as "teacher", has a high
+    rank. If it was never updated, it has rank 0. A student or a momentum encoder also has rank 0.
 
     Args:
         root: Prefix of the encoder.
@@ -327,7 +328,10 @@ def _find_reason_outside(
 
 
 def _is_counter(key: str, value: Tensor) -> bool:
-    """Return whether a tensor is a single number such as a counter, not a parameter of size 1."""
+    """Return whether a tensor is a counter or another single number, instead of a parameter.
+
+    A parameter of size 1 is recognised by a dot, "token" or "embed" in its name.
+    """
     return value.numel() == 1 and not re.search(r"\.|token|embed", key)
 
 

@@ -59,8 +59,8 @@ def load_random(uri: str) -> Encoder:
 
     if not isinstance(trained.module, TimmBackbone):
         raise CheckpointError(
-            f"{uri}: the initialisation of this encoder is unknown. Write a function that returns "
-            "the untrained module, such as in the same Python file",
+            f"{uri}: the initialisation of this encoder is unknown. Write a Python file with a "
+            "function that returns the untrained module",
             hint=("--checkpoint", "{file}.py:{name}"),
         )
     drawn = load_timm(f"timm:{trained.architecture['name']}")

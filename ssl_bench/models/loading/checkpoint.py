@@ -168,11 +168,11 @@ def _serialize(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> by
 
 
 def read_identity(uri: str, path: Path) -> EncoderIdentity:
-    """Return the identity of the encoder in a checkpoint of this suite without loading weights.
+    """Return the properties of the encoder in a checkpoint of this suite without loading weights.
 
-    The digest is read from the .sha256 file, and only `load_checkpoint` compares it with the
-    weights. If that file does not contain exactly one digest, with the name of this checkpoint, the
-    digest is computed from the checkpoint.
+    The digest of the file is read from the .sha256 file. Only `load_checkpoint` checks whether it
+    is right. If the .sha256 file is anything else than one line for this checkpoint, the digest is
+    computed from the checkpoint.
     """
     metadata = read_metadata(path)
     config = _read_config(path, metadata)
@@ -364,8 +364,8 @@ def read_rgb(content: Mapping[str, Any], key: str, path: Path) -> tuple[float, f
     is_rgb = len(numbers) == 3 and all(map(is_number, numbers))
     if not is_rgb or (key.endswith("std") and min(numbers) <= 0):
         raise CheckpointError(
-            f"{path}: expected {key} to be three numbers, and above 0 for a standard deviation, "
-            f"got {value!r}. Download the file again"
+            f"{path}: expected {key} to be three numbers, which must be above 0 for a standard "
+            f"deviation, got {value!r}. Download the file again"
         )
     red, green, blue = map(float, numbers)
     return red, green, blue
@@ -424,7 +424,7 @@ def check_tensors(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor
             kind = f"{value.dtype}, {value.layout}, on {value.device}".replace("torch.", "")
             raise CheckpointError(
                 f"{path}: {name} is {kind}, expected dense floating-point numbers of 16, 32 or 64 "
-                "bits on the CPU. Save the weights as they were trained"
+                "bits on the CPU. Save the weights without quantisation or sparse tensors"
             )
     return dict(weights)
 
@@ -470,18 +470,19 @@ def _describe_damage(path: Path, reason: str) -> str:
 
 
 def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
-    """Return advice for an error message: load a weights file from a folder with a config.json.
+    """Return advice for error messages: load a weights file from a folder with a config.json.
 
-    In the config.json, the user names a timm model and its arguments that differ.
+    The user must write the config.json. It names a timm model and those arguments that differ from
+    timm's.
 
     Args:
         path: The weights file.
-        different: Arguments that differ from those of the timm model, as items of a JSON object.
+        different: The arguments that differ, as items of a JSON object, such as `"num_heads": 3`.
         name: timm's name of the model.
     """
     file = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
     return (
-        f'put it as {file} into a folder with a config.json, {{"architecture": '
+        f'save the weights as {file} in a folder with a config.json, {{"architecture": '
         f'"{name}", "model_args": {{{different}}}}}'
     )
 

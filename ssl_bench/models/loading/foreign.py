@@ -92,8 +92,8 @@ def load_foreign(
         if description is None and any(key.startswith("embeddings.") for key in names):
             raise CheckpointError(
                 f"{path} has the layout of the transformers library, which states the number of "
-                f"heads in config.json. Save both with model.save_pretrained({str(path.parent)!r}) "
-                "and load the folder",
+                "heads in config.json. Save the weights with config.json by "
+                f"model.save_pretrained({str(path.parent)!r}), and load the folder",
                 hint=("--checkpoint", f"local-dir:{escape_braces(str(path.parent))}"),
             )
         if (architecture := dinov3_architecture(backbone.weights)) is not None:
@@ -290,7 +290,7 @@ def _check_required(
         shapes = (f"{name} {tuple(weights[name].shape)}" for name in _REQUIRED)
         raise CheckpointError(
             f"{path} is not a {layout.name} Vision Transformer: expected a width that is a "
-            f"multiple of {head_dim}, got {', '.join(shapes)}. Use timm's name of the "
-            "architecture",
+            f"multiple of {head_dim}, got {', '.join(shapes)}. If timm has this architecture, "
+            "load the file with timm's name of it",
             hint=timm_hint(path),
         )

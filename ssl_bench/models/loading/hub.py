@@ -107,7 +107,7 @@ def hugging_face_file(
                 return Path(cached)
     except HFValidationError as error:
         raise CheckpointError(
-            f"{repository!r} is not the name of a repository",
+            f"{repository!r} cannot be a repository of Hugging Face, expected ORG/NAME",
             hint=("--checkpoint", "hf-hub:{org}/{name}"),
         ) from error
     url = f"{huggingface_hub.constants.ENDPOINT}/{repository}"

@@ -80,7 +80,8 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
         if model_type not in _IMAGENET_NORMALIZED and not allow_missing_preprocessor:
             raise CheckpointError(
                 f"{uri} has no {_PREPROCESSOR} with the mean and standard deviation of its images; "
-                "save its image processor next to the weights, or state them",
+                "save the model's image processor next to the weights, or state the mean and "
+                "standard deviation in the address",
                 hint=("--checkpoint", f"mean=0.5,std=0.5:{escape_braces(uri)}"),
             ) from error
     else:

@@ -259,7 +259,7 @@ _UNSUPPORTED_VIT = (
 # timm's names of model sizes, by width.
 _SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
 _USUAL_PATCH = 16
-_BY_NAME = "use timm's name of its architecture"
+_BY_NAME = "load the file with timm's name of its architecture"
 _BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r})"
 # Networks that are not plain ViTs: pattern of a tensor name, description, and advice.
 _NOT_VIT = (
@@ -282,8 +282,8 @@ _TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"
 def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
     """Return the layout of a weights file, that is, the naming scheme of its tensors.
 
-    It is the first layout in `LAYOUTS` with a mark that matches a name or a prefix. If there is no
-    such layout, it is DINO.
+    It is the first layout in `LAYOUTS` with a pattern (`Layout.marks`) that matches a tensor name
+    or a prefix. If there is no such layout, it is DINO.
 
     Args:
         names: Names of the tensors.
@@ -299,7 +299,10 @@ def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 
 
 def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raise an error that suggests another way to load the file if it is not a plain ViT."""
+    """Raise an error if the weights are not those of a plain ViT that this suite supports.
+
+    The error suggests another way to load the file, such as a timm model.
+    """
     for pattern, network, remedy in _NOT_VIT:
         if (name := first_match(weights, pattern)) is not None:
             raise CheckpointError(
@@ -322,7 +325,8 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             known = [timm_hint(path, n) for n in dict.fromkeys(names) if timm.is_model(n)]
             raise CheckpointError(
                 f"{path} has {feature} ({name}), which the ViT of this suite does not support; "
-                f"{_BY_NAME}. If its arguments differ, {advise_model_folder(path, '...')}",
+                f"{_BY_NAME}. If the arguments differ from timm's, "
+                f"{advise_model_folder(path, '...')}",
                 hint=join_alternatives(*(known or [TIMM_NAME]), MODEL_FOLDER),
             )
 
@@ -340,8 +344,9 @@ def ways_to_load(weights: Iterable[str], path: Path) -> tuple[str, ...]:
 def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
     """Return timm's name of a DINOv3's architecture, or None for the weights of other models.
 
-    The tensors may be named as in timm or as by DINOv3's authors. The result ends with `_qkvb` if
-    the file has biases of queries and values, because they are non-zero in some files.
+    The tensors may be named as in timm or as by DINOv3's authors. If the file has biases of queries
+    and values, the result is timm's variant with these biases, such as
+    `vit_small_patch16_dinov3_qkvb`.
     """
     kernel = weights.get("patch_embed.proj.weight")
     has_timm_names = {"cls_token", "reg_token"} <= weights.keys() and "pos_embed" not in weights

@@ -208,9 +208,9 @@ def identify_encoder(uri: str) -> EncoderIdentity:
 
 
 def read_header_identity(uri: str) -> EncoderIdentity | None:
-    """Return the encoder's identity in the header of a checkpoint of this suite, or None.
+    """Return the properties of an encoder that the header of its checkpoint states.
 
-    For all other addresses, the result is None.
+    Return None if the address does not belong to a checkpoint of this suite.
 
     Raises:
         CheckpointError: The header of the checkpoint cannot be read.
@@ -253,7 +253,8 @@ def _load_normalized(uri: str) -> Encoder:
         encoder = load_encoder(match[3])
     if not encoder.colours_from.startswith("assumed"):
         raise CheckpointError(
-            f"{encoder.uri} states its mean and standard deviation ({encoder.colours_from})",
+            f"{encoder.uri} already has a mean and standard deviation ({encoder.colours_from}), so "
+            "the address must not state others",
             hint=("--checkpoint", escape_braces(match[3])),
         )
     return replace(
@@ -271,7 +272,7 @@ def load_path(uri: str) -> Encoder:
     if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
         folder = path.parent
         raise CheckpointError(
-            f"{folder} is a folder in the Hugging Face format",
+            f"{folder} is a folder in the Hugging Face format, expected a run folder",
             hint=("--checkpoint", f"local-dir:{escape_braces(str(folder))}"),
         )
     reject_parts(path)

@@ -159,9 +159,14 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
 def _numbers(
     name: str, constants: Mapping[str, np.ndarray], makers: Mapping[str, Any]
 ) -> Sequence[int | None]:
-    """Return the shape that an ONNX constant or the output of a Concat node contains.
+    """Return the shape that a tensor of an ONNX graph contains, such as the target of a Reshape.
 
-    Unknown sizes are None.
+    The tensor is a constant or the output of a Concat node. A size that is not constant is None.
+
+    Args:
+        name: Name of the tensor.
+        constants: Constants of the graph by name.
+        makers: Node that computes each tensor, by the name of the tensor.
     """
     maker = makers.get(name)
     joined = [] if name in constants or maker is None or maker.op_type != "Concat" else maker.input

@@ -238,9 +238,9 @@ def _find_blocks(module: nn.Module, label: str) -> str:
     longest = [name for name, count in lists.items() if count == max(lists.values())]
     if len(longest) != 1:
         raise CheckpointError(
-            f"{label}: expected a single longest list of blocks, found "
-            f"{', '.join(lists) or 'no list of modules of the same class'}. Name the list: "
-            "Encoder.from_module(module, blocks='NAME')"
+            f"{label}: cannot determine the longest list of blocks, found "
+            f"{', '.join(lists) or 'no list of modules of the same class'}. Pass the name of the "
+            "list: Encoder.from_module(module, blocks='NAME')"
         )
     return longest[0]
 
@@ -427,9 +427,10 @@ def _require_row_order(
 ) -> None:
     """Raise an error if the tokens are not in the order [CLS], registers, patches row by row.
 
-    Each of two test images differs from a zero image in one patch. The token that changes in the
-    input of the first block must have the index of that patch. Nothing is checked if all tokens
-    change, or if the input does not have the shape `shape` after its batch axis.
+    Each of two test images differs from a zero image in one patch. In the input of the first block,
+    the token at the position of this patch must change. Nothing is checked if the input, without
+    its batch axis, does not have the shape `shape`. If all tokens change, the order cannot be
+    determined, and no error is raised.
     """
     (rows, cols), inputs = grid, list[Tensor]()
 

@@ -442,11 +442,12 @@ def timm_encoder(
 
 @torch.no_grad()
 def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
-    """Make one layer, `attn.qkv`, compute the queries, keys and values of a block with biases.
+    """Make one layer, `attn.qkv`, compute the queries, keys and values of each block.
 
-    Some attention modules of timm add the biases outside of `qkv`. Others have three separate
-    layers instead of `qkv`. The outputs of these modules stay the same up to rounding. A block is
-    not changed if its attention has another form, or has fewer keys than queries.
+    Some attention modules of timm add biases after the layer `qkv`. These biases become part of the
+    layer. Others have the three layers `q_proj`, `k_proj` and `v_proj`, which are joined. The
+    outputs of these modules stay the same up to rounding. A block is not changed if its attention
+    has another form, or has fewer keys than queries.
     """
     for block in blocks:
         # The attributes and their types differ between models.
@@ -495,9 +496,8 @@ def _convert_dinov2_registers(weights: Weights) -> dict[str, Tensor]:
 def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
     """Raise an error if a tensor of the model was not loaded from the file.
 
-    A tensor whose name is in the file must equal the file's tensor of this name. timm may rename,
-    join and split tensors. Therefore, for any other tensor, each of its numbers must occur
-    somewhere in the file or be zero.
+    If the file has a tensor of the same name, both must be equal. Other tensors may be renamed,
+    joined or split by timm. Each of their numbers must be zero or occur somewhere in the file.
     """
     own = model.state_dict()
     changed = {
@@ -529,7 +529,14 @@ def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
 
 
 def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> None:
-    """Raise an error if the file and the architecture have different numbers of blocks."""
+    """Raise an error if the file and the architecture have different numbers of blocks.
+
+    Args:
+        name: timm's name of the architecture.
+        plan: The timm model without weights, that is, on the device "meta".
+        weights: Tensors of the file.
+        path: The weights file, for the error message.
+    """
     depths, width = _depths_and_width(weights)
     expected, expected_width = _depths_and_width(plan.state_dict())
     if depths == expected or len(depths) != len(expected) or width != expected_width:
@@ -550,7 +557,14 @@ def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> 
 
 
 def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> CheckpointError:
-    """Return an error that lists the first three tensors that do not fit the timm model."""
+    """Return an error that lists the first three tensors that do not fit the timm model.
+
+    Args:
+        path: The weights file.
+        name: timm's name of the model.
+        weights: Tensors of the file.
+        wrong: Tensors of the model that do not fit the file.
+    """
     differences = "; ".join(
         f"{tensor} is {format_shape(weights[tensor]) if tensor in weights else 'not in the file'}, "
         f"expected {format_shape(value)}"

@@ -151,9 +151,10 @@ shows a variant that was trained for that many epochs of all images. The others 
 
 
 def _patch_table(row: str, runs: Runs) -> str:
-    """Return a table of how many patches (%) nearly equal the mean patch of their image, by block.
+    """Return a Markdown table with the percentage of nearly equal patches after each block.
 
-    For these patches, the cosine with the mean patch is above 0.99.
+    A patch counts if its cosine with the mean patch of its image is above 0.99. Each variant of the
+    experiment has a row.
     """
     lines, blocks = [], range(0)
     for arm, options in ROWS[row].starts.items():

@@ -21,9 +21,10 @@ class Row:
             are reported instead.
         rates: Learning rates to choose from.
         probed: Whether the trained encoders were also probed and compared with random weights.
-        starts: For experiments about how similar the patches of an image are, the model options of
-            each variant. Otherwise empty.
-        whole: Variants that were trained with all `seeds`, or None if all variants were.
+        starts: Model options of each variant, as text for a table. Only for experiments on how
+            similar the patches of an image become. Otherwise empty.
+        whole: Variants that have runs with `seeds`. The others only have runs with the learning
+            rates in `rates`. None if all variants have runs with `seeds`.
     """
 
     arms: Sequence[str]
@@ -118,7 +119,10 @@ def demo_of(name: str) -> str:
 
 
 def names_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of all records of the given variants ("arms") of an experiment."""
+    """Return the names of all records of the given variants ("arms") of an experiment.
+
+    These are records of training runs, of probe results and of patch similarities.
+    """
     reported = reported_of(row, arms)
     probes = [probes_of(run) for run in reported] if ROWS[row].probed else []
     patches = [patches_of(run) for run in reported] if ROWS[row].starts else []

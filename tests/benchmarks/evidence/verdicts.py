@@ -107,7 +107,7 @@ class Above:
     The claim is refuted if one interval is below 0.
 
     Attributes:
-        over: Whether the intervals are over seeds, or over the images of the only seed.
+        over: "seeds" for intervals over seeds, "images" for intervals over the scored images.
         zero_refutes: Whether an interval that contains 0 also refutes the claim. If not, such an
             interval leaves it undecided.
     """
@@ -131,7 +131,8 @@ class Outside:
     Otherwise, the claim is refuted. It is undecided if `near` has no interval.
 
     Attributes:
-        groups: (others, near, last) for each group. `near` is one of `others`.
+        groups: Names of variants in each group: (others, near, last). `last` is compared with each
+            of `others`. `near` is one of `others`.
     """
 
     groups: Sequence[tuple[Sequence[str], str, str]]
@@ -158,12 +159,13 @@ class Outside:
 
 @dataclass(frozen=True)
 class SameBest:
-    """A rule by which a claim is supported if the same choice has the highest score in every group.
+    """A rule by which a claim is supported if the same option has the highest score in every group.
 
-    If the best choices differ, the claim is undecided.
+    For example, the groups are optimizers and the options are initialisations. If different options
+    are best, the claim is undecided.
 
     Attributes:
-        groups: For each group, a mapping from the name of each choice to the variant that uses it.
+        groups: For each group, the name of the variant with each option, by the option's name.
     """
 
     groups: Sequence[Mapping[str, str]]
@@ -183,7 +185,8 @@ class SameBest:
 class AboveRandom:
     """A rule by which a claim is supported if training improves every block from `first` on.
 
-    The k-NN accuracy of each block is compared with that of the same block with random weights.
+    The difference is the k-NN accuracy of a block minus that of the same block with random weights.
+    All its intervals over images must be above 0. The claim is refuted if one of them is below 0.
     """
 
     first: int
@@ -223,12 +226,13 @@ class Small:
 class Apart:
     """A rule by which a claim is supported if some variant keeps the patches of an image different.
 
-    Only variants whose loss is at most that of the variant `plain` count.
+    The last loss of this variant must not exceed that of the variant `plain`. If there is no such
+    variant, the claim is refuted.
 
     Attributes:
-        plain: Name of the variant whose loss is the bound.
-        merged: In every block, the percentage of patches that are nearly equal to the mean patch of
-            their image must be below this limit.
+        plain: Name of the variant whose last loss is the limit.
+        merged: Limit in percent. In every block, fewer patches than this must be nearly equal to
+            the mean patch of their image.
     """
 
     plain: str
@@ -367,16 +371,17 @@ def best_of_rates(row: str, arm: str, runs: Runs) -> float:
 
 
 def first_run(row: str, arm: str, runs: Runs) -> Run:
-    """Return the run of a variant with the only learning rate that was tried for it."""
+    """Return the run that tries a learning rate for a variant. There must be exactly one."""
     (name,) = rate_runs(row, arm)
     return runs[name]
 
 
 def able_starts(row: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Return the first run of each variant whose loss is at most that of the variant `plain`.
+    """Return the runs of the variants that train at least as well as the variant `plain`.
 
-    The runs are sorted by the mean cosine between a patch and the mean patch of its image, lowest
-    first.
+    The last loss of such a run is at most that of `plain`. Each variant has one run with one
+    learning rate (see `first_run`). The runs are sorted by the mean cosine between a patch and the
+    mean patch of its image, lowest first.
     """
     first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
     bound = first[plain]["loss"][-1]

@@ -427,7 +427,7 @@ def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
     """Count the waits and uploads that an indexing operation causes.
 
     Indices on the host are uploaded. If an index is a mask on the device, the host waits to learn
-    the number of selected elements.
+    the number of selected elements. It does not wait if a single value is assigned to all of them.
 
     Raises:
         SimulatedDeviceError: A device tensor indexes a host tensor.
@@ -457,7 +457,14 @@ def _fills_one_value(args: Sequence[Any]) -> bool:
 def _misplaced_tensors(
     function: Any, args: Sequence[Any], given: Sequence[Tensor], indices: set[int]
 ) -> list[Tensor]:
-    """Return the host tensors that an operator does not accept next to device tensors."""
+    """Return the host tensors that an operator does not accept next to device tensors.
+
+    Args:
+        function: The operator.
+        args: Arguments of the operator.
+        given: All tensors in its arguments and options.
+        indices: The `id` of each tensor that is used as an index. Such tensors may be on the host.
+    """
     # These operators accept host tensors without axes.
     takes_scalars = torch.Tag.pointwise in function.tags or function._schema.name in _TAKES_SCALARS
     written = {
@@ -476,9 +483,14 @@ def _misplaced_tensors(
 
 
 def _place_results(result: Any, sources: Sequence[Any], places: Sequence[Place]) -> None:
-    """Record on which simulated device the new tensors are stored that an operator has returned.
+    """Record in which simulated memory the new tensors in an operator's result are stored.
 
-    Views are skipped, because they share the storage of their source.
+    Views are skipped, because they share the storage of an argument.
+
+    Args:
+        result: What the operator returned.
+        sources: Storages of the tensors in the operator's arguments.
+        places: Simulated memory of each of these tensors.
     """
     known = {id(storage) for storage in sources}
     for tensor in tensors_in(result):
@@ -523,7 +535,7 @@ class TorchFunctions(TorchFunctionMode):
 
 
 def _call(func: Callable, args: Arguments, options: Options) -> Any:
-    """Call a torch function that has no special rule, and respect its `device` argument."""
+    """Call a torch function that is not in `_SPECIAL`, and respect its `device` argument."""
     device = options.get("device")
     if device is None:
         has_sources = bool(tensors_in((*args, options)))
@@ -553,7 +565,8 @@ def _create(func: Callable, args: Arguments, options: Options, place: Place) -> 
 def _upload_values(args: Arguments, options: Options, place: Place) -> Any:
     """Move the first argument to the memory `place` and return it, if it is a tensor.
 
-    If it is another value, return None. If `place` is the device, count an upload.
+    Any other value, such as a list of numbers, is not moved, and None is returned. If `place` is
+    the device, an upload of this value is counted.
     """
     if args and isinstance(args[0], Tensor):
         return move(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))

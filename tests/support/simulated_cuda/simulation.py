@@ -199,7 +199,10 @@ def patched_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patched_grouping(group: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of torch's `group` that groups tensors by simulated device and dtype."""
+    """Return a version of a torch function that groups tensors by simulated device and dtype.
+
+    `group` is torch's own function, which sees that all tensors are on the CPU.
+    """
 
     def grouped(tensors: Any, *options: Any) -> Any:
         groups = group(tensors, *options)
