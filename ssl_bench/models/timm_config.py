@@ -147,10 +147,11 @@ class TimmConfig(EncoderConfig):
         stages, known = family.stages, family.arguments
         for name in ("widths", "depths", "heads"):
             values = getattr(self, name)
-            if values is not None and (name not in known or len(values) != stages):
+            if values is not None and name not in known:
+                raise ConfigurationError(f"{self.name} has no model.{name}. Remove this key")
+            if values is not None and len(values) != stages:
                 raise ConfigurationError(
-                    f"model.{name} of {self.name} must have {stages if name in known else 0} "
-                    f"entries, got {list(values)}"
+                    f"model.{name} of {self.name} must have {stages} entries, got {list(values)}"
                 )
         if has_windows and self.widths is not None:
             doubled = [self.widths[0] * 2**stage for stage in range(stages)]

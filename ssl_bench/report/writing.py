@@ -134,7 +134,7 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raise ConfigurationError unless a folder is missing, empty, or contains a report."""
+    """Raise ConfigurationError unless a folder is missing, empty, or contains only a report."""
     hint = ("--into", "{folder}")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ConfigurationError(
@@ -145,6 +145,30 @@ def require_replaceable(folder: Path) -> None:
             f"cannot write the report to {folder}, which is not empty but contains no report",
             hint=hint,
         )
+    if other := _find_other_file(folder):
+        raise ConfigurationError(
+            f"cannot replace the report in {folder}, because {other} is not part of it. Move this "
+            "file, or write the report to another folder",
+            hint=hint,
+        )
+
+
+def _find_other_file(folder: Path) -> str | None:
+    """Return the name of a file in a report's folder that is not part of the report, if any.
+
+    Hidden files are ignored, because file managers create them.
+    """
+    try:
+        known = json.loads((folder / REPORT_MARK).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):  # Older versions did not store the names.
+        return None
+    others = set(_list_files(folder)) - {*known}
+    return min((name for name in others if not Path(name).name.startswith(".")), default=None)
+
+
+def _list_files(folder: Path) -> list[str]:
+    paths = (path for path in folder.rglob("*") if not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
 @contextmanager
@@ -158,7 +182,7 @@ def replace_report(folder: Path) -> Generator[Path]:
     try:
         new.mkdir(parents=True)
         yield new
-        (new / REPORT_MARK).write_text(json.dumps({"report": 1}) + "\n")
+        (new / REPORT_MARK).write_text(json.dumps({"report": 1, "files": _list_files(new)}) + "\n")
         # Check again, because other files may have been written to the folder in the meantime.
         require_replaceable(folder)
         if folder.exists():

@@ -120,7 +120,7 @@ def test_missing_weights_and_other_architectures_are_refused(workdir, capsys):
     assert "no checkpoint at runs/nothing" in expect_error(capsys, missing, 4)
     config = ConvMixerConfig(image_size=16, patch_size=4, dim=8, depth=1)
     start = save_initial(workdir / "mixer.safetensors", config)
-    with pytest.raises(ConfigurationError, match=r"VisionTransformer.*ConvMixer"):
+    with pytest.raises(ConfigurationError, match=r"ConvMixer.*VisionTransformer"):
         load_initial_weights(str(start), [build_vit(TINY, seed=0)])
     encoder = build_encoder(config, seed=0)
     load_initial_weights(str(start), [encoder])

@@ -282,6 +282,27 @@ def test_only_a_complete_report_replaces_an_older_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
+def test_a_report_is_not_replaced_if_someone_added_files(tmp_path):
+    report = tmp_path / "report"
+    replace_page(report, "first")
+    (report / ".DS_Store").write_text("from a file manager")
+    replace_page(report, "second")
+    notes = report / "notes/chapter.txt"
+    notes.parent.mkdir()
+    notes.write_text("years of work")
+
+    with pytest.raises(ConfigurationError, match=r"notes/chapter\.txt") as caught:
+        replace_page(report, "third")
+
+    assert caught.value.hint == ("--into", "{folder}")
+    assert (report / "index.html").read_text() == "second"
+    notes.unlink()
+    # Older versions did not store the names of their files.
+    (report / REPORT_MARK).write_text('{"report": 1}\n')
+    replace_page(report, "third")
+    assert sorted(path.name for path in report.iterdir()) == [REPORT_MARK, "index.html"]
+
+
 def test_files_that_appear_while_a_report_is_written_are_not_replaced(tmp_path):
     thesis = tmp_path / "report/thesis.txt"
 

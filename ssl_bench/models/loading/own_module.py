@@ -351,6 +351,8 @@ def _find_accepted_size(
     for size in dict.fromkeys(sizes):
         try:
             return size, _trace_blocks(own, size)
+        except UnfitEncoder as error:
+            raise UnfitEncoder(f"{label} cannot be probed: {error}") from error
         except Exception as error:  # A user's module can raise any exception.
             reason = reason or " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if short := [p.dtype for p in own.parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
