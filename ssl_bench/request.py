@@ -123,7 +123,7 @@ def parse_datasets(text: str) -> list[str]:
 def require_dataset(text: str) -> tuple[str, str | None]:
     """Check the name in NAME or NAME:FOLDER, and return the name and the folder."""
     name, root = split_dataset(text)
-    require_choice("dataset", name, [*choices("dataset"), "all"])
+    require_choice("dataset", name, choices("dataset"))
     if root is not None and not _has_folder(name):
         raise _synthetic_error([name])
     return name, root

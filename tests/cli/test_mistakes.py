@@ -156,6 +156,8 @@ def test_task_all_reports_each_task_that_it_skips(workdir, capsys, mixer):
     said = capsys.readouterr().err
     assert "`probe.facet=patch_mean`" in expect_error(capsys, [*words, "knn"], 2)
     assert "unknown task 'all'" in expect_error(capsys, [*words, "knn,all"], 2)
+    two = [word.replace("class_folders", "toy,all") for word in words]
+    assert "unknown dataset 'all'" in expect_error(capsys, [*two, "pca"], 2)
 
     left = " ".join(line for line in said.splitlines() if "left out: " in line)
     assert "class_folders-limit2 has no masks for retrieval and segmentation" in left
