@@ -73,8 +73,8 @@ class TrainingRanks:
         """Raise an error in all processes if at least one process calls this with an error.
 
         All processes must call this method the same number of times. If there are several
-        processes, the raised error has `is_raised_on_all_ranks = True`. An error that already has
-        this attribute is raised again without communication.
+        processes, the raised error has `is_raised_on_all_ranks = True`. All processes then have the
+        same error, so an error with this attribute is raised again without communication.
 
         Args:
             error: Error of this process, or None.

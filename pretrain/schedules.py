@@ -41,7 +41,8 @@ class Timeline:
     def is_interval_end(self, epochs: int | None, num_steps: int) -> bool:
         """Return whether an interval of `epochs` epochs ends after `num_steps` steps.
 
-        The intervals start at the beginning of the run. If `epochs` is None, the result is False.
+        The run is divided into consecutive intervals of this length. If `epochs` is None, the
+        result is False.
         """
         return epochs is not None and num_steps % (epochs * self.steps_per_epoch) == 0
 

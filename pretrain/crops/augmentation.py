@@ -137,9 +137,9 @@ def jitter_all(
 ) -> Images:
     """Apply one colour jitter to each view for which `wanted` is true, and return all views.
 
-    `kind` is the number of each view's jitter, such as HUE. All kinds are computed for all views,
-    and one result is selected for each view. Compile this function, so that it reads the pixels
-    only twice.
+    `kind` is the kind of jitter for each view, such as the constant HUE. All kinds are computed for
+    all views, and one result is selected for each view. If this function is compiled, it reads the
+    pixels only twice instead of once for each operation.
     """
     is_hue, wanted = (views[:, None, None, None] for views in (kind == HUE, wanted))
     changed = torch.where(is_hue, shift_hue(images, factor), blend(images, kind, factor))

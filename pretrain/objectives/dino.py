@@ -291,7 +291,8 @@ class Prototypes(nn.Module):
     def forward(self, embeddings: Float[Tensor, "images dim"]) -> Float[Tensor, "images out"]:
         """Return the logits of the prototypes in float32 or float64.
 
-        The normalised weight matrix is not stored.
+        To save memory, the normalised weight matrix is never computed. The logits are scaled
+        instead.
         """
         logits = compute_logits(embeddings, self.weight_v)
         return logits * (self.weight_g / self.weight_v.norm(dim=1, keepdim=True)).T

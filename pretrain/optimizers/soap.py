@@ -430,7 +430,10 @@ def update_statistics(
 def refresh_bases(
     stack: Stack, members: slice, is_skipped: Bool[Tensor, ""], *, shard: bool
 ) -> None:
-    """Update the eigenbases of some parameters in a stack by one power iteration.
+    """Update the eigenbases of some parameters by one power iteration.
+
+    The parameters are those of `stack` (matrices of equal shape, updated together) with the indices
+    `members`.
 
     The eigenvectors of a basis are sorted by descending eigenvalue. The mean gradient is rotated
     into the new bases. The mean squared gradient cannot be rotated and is only sorted. If the step

@@ -187,7 +187,7 @@ class StringMaker(ViewMaker):
 
 @dataclass(frozen=True)
 class GeneratedStrings:
-    """Image set without image content, for an objective that generates its own strings.
+    """Stand-in for an image set, for an objective that generates strings instead of reading images.
 
     It has one id for each string of an epoch.
     """

@@ -248,8 +248,8 @@ def expected_information(
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
     """Return the expected mutual information in nats of two random partitions.
 
-    The expected value is the mean over all permutations of the items. If many terms are equal, also
-    in different tables, they are computed only once.
+    The expected value is the mean over all permutations of the items. Several pairs of partitions
+    (contingency tables) may be given at once. Terms that occur repeatedly are computed only once.
 
     Args:
         rows: Sizes of the parts of the first partition.
@@ -468,7 +468,7 @@ def _estimate_limit(table: Table) -> Scores:
 def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
     """Return a jackknife interval that contains a score and its bias-corrected value.
 
-    It extends beyond both values by the margin, half the width of a jackknife interval.
+    On both sides, it extends beyond these two values by `jackknife.margin`.
     """
     center = jackknife.value + jackknife.correction
     return _span_interval(name, jackknife, center, jackknife.margin)

@@ -70,7 +70,7 @@ class TrainingSplit:
         if len(indices) <= num_held_out:
             raise DataError(
                 f"{images.name} {images.split} has {len(indices)} training images to use, expected "
-                f"at least {num_held_out + 1}, because {num_held_out} of them are held out"
+                f"at least {num_held_out + 1}, because the hold-out takes {num_held_out}"
             )
         held_out = torch.randperm(len(indices), generator=generator)[:num_held_out]
         return cls(indices, frozenset(held_out.tolist()))

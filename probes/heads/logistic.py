@@ -134,7 +134,10 @@ class LogisticRegression(Training):
         num_weights = spec.classes * dim
 
         def make_heads(source: int, values: _Values) -> LinearHeads:
-            """Build the heads of one source. Each row of `values` has the parameters of a head."""
+            """Build the heads that read one source of features (a layer and facet).
+
+            Each row of `values` has the parameters of a head.
+            """
             weight, bias = values[None].to(scale.mean).split([num_weights, spec.classes], 2)
             return LinearHeads(scale.select(source), weight.unflatten(2, (-1, dim)), bias)
 

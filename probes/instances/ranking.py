@@ -168,9 +168,9 @@ def precision_at(ranks: Indices, num_right: int, k: int) -> float:
 def expected_average_precision(num_images: int, num_right: int, top: int | None = None) -> float:
     """Return the mean of the average precision over all orders of the images.
 
-    This is the expected score of a random ranking. R of the N images are correct. An image at rank
-    r is correct with probability R / N. If it is, each of the r images before it is correct with
-    probability (R - 1) / (N - 1).
+    This is the expected score of a random ranking. R of the N images are correct. Let ranks start
+    at 0. An image at rank r is correct with probability R / N. If it is, each of the r images
+    before it is correct with probability (R - 1) / (N - 1).
     """
     ranks = np.arange(num_images if top is None else min(top, num_images))
     share_before = (num_right - 1) / max(1, num_images - 1)

@@ -295,7 +295,8 @@ class ViTConfig(EncoderConfig):
         check_layers("graying_layers", self.graying_layers, self.depth)
         if self.drop_path and not (self.skip_attention and self.skip_mlp):
             raise ConfigurationError(
-                f"model.drop_path needs both skip connections, got {self.drop_path} without both",
+                f"model.drop_path={self.drop_path} needs model.skip_attention=true and "
+                "model.skip_mlp=true",
                 hint=("model.drop_path=0",),
             )
         if self.position_scale != 1 and self.position_embedding != "sinusoidal":

@@ -38,9 +38,9 @@ class LinearAttention(Attention):
 
     The cost is linear in the number of tokens.
 
-    Source: "Always Skip Attention", section 4, which omits both factors. The factor 1 /
-    sqrt(tokens) is that of Saratchandran et al., "Rethinking Softmax" (arXiv 2410.18613), which the
-    paper cites.
+    Source: "Always Skip Attention", section 4. The paper divides by neither square root. The
+    division by sqrt(tokens) comes from Saratchandran et al., "Rethinking Softmax" (arXiv
+    2410.18613), which the paper cites.
     """
 
     def mix_values(self, q: HeadTokens, k: HeadTokens, v: HeadTokens) -> HeadTokens:
@@ -234,8 +234,9 @@ def phi_without_sync(skew: Square) -> Square:
     the device. Here, the loop always makes the maximum number of doublings and ignores those that
     are not needed. The result is bitwise identical, unless the norm of S is above 1e5 in float32
     (16 doublings). The norm has no bound, because queries, keys and alpha are learned. Above 1e5,
-    rounding would change rotation angles by 2^-7 or more. For such S, the result is phi(w S) w with
-    a factor w that reduces the norm to 1e5, so that phi(S) S + I remains a rotation.
+    rounding would change rotation angles by 2^-7 or more. A larger S is therefore multiplied by the
+    factor w < 1 that reduces its norm to 1e5, and the result is w phi(w S). Multiplied by S, it
+    gives phi(w S) (w S), so that phi(S) S + I remains a rotation.
 
     The backward pass treats w as a constant, and recomputes all intermediate values to save memory.
     Second derivatives are not supported.

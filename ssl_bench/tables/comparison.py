@@ -178,8 +178,8 @@ def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
 def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
     """Return copies of the rows with p-values after Holm's correction over all rows.
 
-    Rows with a degenerate score, which depends on too many arbitrary results, are not tested, so
-    their corrected p-value is NaN.
+    A score is degenerate if the results of too many images are arbitrary. Rows with such a score
+    are not tested, so their corrected p-value is NaN.
     """
     ps = holm([math.nan if row.is_degenerate else row.p for row in rows])
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]

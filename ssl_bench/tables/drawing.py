@@ -128,7 +128,7 @@ def _figure_inches(
 
 
 def _choose_ticks(rows: Sequence[float]) -> list[float]:
-    """Return the axis positions that get a tick: the whole numbers among the rows.
+    """Return the block numbers that get a tick on the axis. Only whole numbers get one.
 
     If there are too many, only every second, third or n-th of them is returned.
     """

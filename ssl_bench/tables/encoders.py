@@ -180,8 +180,8 @@ def column_names(records: Sequence[Record]) -> list[str]:
 def _extend_equal_names(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
     """Return column names in which more words are appended to names that are not unique.
 
-    A name is a list of words. `words` contains further words for each name. They are only appended
-    if another column has the same name but other further words.
+    A name is a list of words, and `words` contains further words for each name. If two columns have
+    the same name and different further words, these are appended to both names.
     """
     words_by_name: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
     for name, more in zip(names, words, strict=True):

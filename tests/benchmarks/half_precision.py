@@ -32,7 +32,7 @@ RUNS = (
     ("knn,classification", "class_folders", "classes", ("--limit", "200")),
     ("depth", "nyu", "nyu_v2", ("--limit", "16", "probe.image_size=224", "probe.epochs=10")),
     ("tracking", "davis2016", "davis2016", ("--limit", "1", "probe.image_size=224")),
-    ("instances", "holidays", "holidays", ("--limit", "30")),
+    ("instances", "holidays", "holidays", ("data.first=60",)),
 )  # fmt: skip
 """Tasks, dataset, folder of the dataset below DIR, and further flags of each command."""
 

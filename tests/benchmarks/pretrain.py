@@ -215,7 +215,8 @@ def measured_head(
     features.
 
     Args:
-        name: PLAIN measures the code of the plain loop, and ADAMW that of this suite.
+        name: Code to measure: PLAIN for the plain PyTorch loop, or ADAMW for this suite, which
+            then trains with AdamW.
         batch: Number of images.
         device: Device of the computation.
         out_dim: Number of outputs of the head.

@@ -125,7 +125,7 @@ CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 def processor(request, monkeypatch):
     """Make torch report a CPU with AVX-512 or with AVX2.
 
-    The real CPU still computes all products.
+    All matrix products are still computed by the real CPU.
     """
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     return request.param

@@ -31,7 +31,10 @@ def truncate_rank(matrix: Tensor, rank: int) -> Tensor:
 
 
 def draw_noise(seed: int, count: int) -> list[Tensor]:
-    """Draw random matrices Z as in the papers, with normal entries of variance 1 / dim."""
+    """Draw random matrices with normal entries of variance 1 / dim.
+
+    The papers on initialisers call such a matrix Z.
+    """
     generator = seeded(seed)
     return [
         torch.randn(DIM, DIM, generator=generator, dtype=torch.float64) / DIM**0.5

@@ -209,10 +209,9 @@ def test_no_two_weights_share_their_random_numbers(name, kind):
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute rank correlation between one tensor and sections of another.
+    """Return the largest absolute rank correlation of two flattened tensors at any offset.
 
-    Both tensors are flattened. The first values of the shorter tensor, 600 at most, are compared
-    with each section of this length in the longer tensor.
+    The first values of the shorter tensor, 600 at most, slide along the longer tensor.
     """
     short, long = sorted((one.flatten(), other.flatten()), key=len)
     ranks = [values.argsort().argsort().float() for values in (short[:600], long)]

@@ -47,7 +47,10 @@ def workdir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(workdir) -> dict[str, Any]:
-    """Run two training processes for each fault. Return their exit codes and what they print."""
+    """Run two training processes with each fault, such as a full disk in one of them.
+
+    Return their exit codes and what they print.
+    """
     photos = photo_folder(workdir / "photos")
     class_folders(workdir / "classes", 2)
     words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(workdir)]

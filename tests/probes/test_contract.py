@@ -111,8 +111,8 @@ def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
             task.
 
     Returns:
-        The probe adapted to the test encoder, the `PlannedProbe` before this adaptation, and the
-        command-line arguments that select the probe.
+        The probe with settings that suit the test encoder, its `PlannedProbe`, which does not
+        depend on the encoder, and the command-line arguments that select the probe.
     """
     task, options = case.partition(" ")[0], VARIANTS.get(case, [])
     words = data_for(build(probing_config(task, "toy", options), "probe").role) + options

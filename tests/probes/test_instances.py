@@ -67,7 +67,7 @@ def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
 def precision_by_fractions(is_right: Sequence[bool], k: int) -> Fraction:
     """Compute the exact precision among the first k images of a ranking.
 
-    Images after the last correct image are not counted, even if they are among the first k.
+    If all correct images come earlier, the ranking is cut after the last correct image.
     """
     last = max(place for place, right in enumerate(is_right, start=1) if right)
     return Fraction(sum(is_right[: min(k, last)]), min(k, last))

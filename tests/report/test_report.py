@@ -245,7 +245,7 @@ def test_the_highest_of_many_checkpoints_are_drawn(tmp_path):
 def replace_page(folder: Path, text: str) -> None:
     """Replace the start page of a report with `text`.
 
-    If `text` is "interrupt" or "full disk", raise such an error while the report is replaced.
+    Two texts are special: with "interrupt" and "full disk", this error is raised meanwhile.
     """
     with replace_report(folder) as new:
         (new / "index.html").write_text(text)

@@ -170,7 +170,7 @@ class IdentifiedImages:
         raise NotImplementedError
 
     def content_sha256(self, index: int) -> str:
-        """Return the SHA-256 of an image file's content. The key data.fingerprint has no effect."""
+        """Return the SHA-256 of an image file's content, even if data.fingerprint is "stat"."""
         raise NotImplementedError
 
     @cached_property

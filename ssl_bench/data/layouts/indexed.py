@@ -414,8 +414,8 @@ class IndexedDataset(Layout):
         ignored = {*self._ignored}
         if len({*numbers}) != num_classes or ignored & {*numbers}:
             raise ConfigurationError(
-                f"dataset.numbers must be {num_classes} different numbers, one per class and none "
-                f"of dataset.ignored={sorted(ignored)}, got {numbers}"
+                f"dataset.numbers expects {num_classes} different numbers, one for each class, and "
+                f"no number of dataset.ignored={sorted(ignored)}, got {numbers}"
             )
         classes: dict[int, int] = {number: index for index, number in enumerate(numbers)}
         hint = "set dataset.class_names, dataset.numbers or dataset.ignored"

@@ -224,10 +224,10 @@ class Small:
 
 @dataclass(frozen=True)
 class Apart:
-    """A rule by which a claim is supported if some variant keeps the patches of an image different.
+    """A rule: the claim is supported if the patches of an image stay different in some variant.
 
-    The last loss of this variant must not exceed that of the variant `plain`. If there is no such
-    variant, the claim is refuted.
+    The final loss of this variant must also be at most that of the variant `plain`. If no variant
+    fulfils both conditions, the claim is refuted.
 
     Attributes:
         plain: Name of the variant whose last loss is the limit.
@@ -297,7 +297,10 @@ class Claim:
         )
 
     def arms(self) -> list[str]:
-        """Return the variants that the page shows for this claim, in the experiment's order."""
+        """Return the variants that the page of results shows for this claim.
+
+        They are in the order of the experiment.
+        """
         arms = list(ROWS[self.row].arms)
         if not isinstance(self.rule, Above):
             return arms

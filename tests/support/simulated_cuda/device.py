@@ -660,7 +660,10 @@ def _one_hot(func: Callable, args: Arguments, options: Options) -> Tensor:
 
 
 def _backward(func: Callable, args: Arguments, options: Options) -> None:
-    """Run the backward pass with `TorchFunctions` enabled, to intercept the Python code in it."""
+    """Run the backward pass with `TorchFunctions` enabled.
+
+    Python code that runs in it, such as checkpointed functions, then uses the simulated device too.
+    """
     del func
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args[1:], strict=False)) | options
