@@ -473,7 +473,7 @@ def attribute_docs(kind: type) -> dict[str, str]:
         entries = re.split(r"^ {4}(?=\w)", section.partition("\n\n")[0], flags=re.MULTILINE)
         for entry in entries[1:]:
             name, _, meaning = " ".join(entry.split()).partition(": ")
-            docs[name] = re.split(r"(?<=[\w)%`'\]]{2})\. ", meaning)[0].rstrip(".")
+            docs[name] = re.split(r"""(?<=[\w)%`'"\]]{2})\. """, meaning)[0].rstrip(".")
     return docs
 
 
