@@ -296,7 +296,7 @@ def test_a_missing_norm_is_refused_when_it_is_needed():
     module = own_module.own()
     del module.ln_f
     module.forward = lambda images: nn.Sequential(module.embed)(images)
-    with pytest.raises(UnfitEncoder, match="never called$"):
+    with pytest.raises(UnfitEncoder, match=r"never called$"):
         ssl_bench.Encoder.from_module(module)
     blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 1)) for _ in range(4)))
     plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), blocks)
