@@ -260,9 +260,17 @@ def _by_columns(tokens: Tensor) -> Tensor:
     return torch.cat([tokens[:, :1], grid.flatten(1, 2)], 1)
 
 
+def _with_fewer_tokens() -> nn.Module:
+    """Return an encoder whose last block drops a token."""
+    module = own_module.Own()
+    module.trunk[2].register_forward_hook(lambda _block, _inputs, output: (output[0][:, 1:], None))
+    return module
+
+
 @pytest.mark.parametrize(
     ("module", "settings", "named"),
     [
+        (_with_fewer_tokens(), {}, "2 x 16 x 16.*blocks='NAME'"),
         (_Reordered(lambda x: x.roll(-1, 1)), {}, "row 0, column 1 is token 1 of 17, expected 2"),
         (_Reordered(_by_columns), {}, "row 0, column 1 is token 5 of 17, expected 2"),
         (_Reordered(lambda x: x.flip(1)), {}, r"\[CLS\], registers, patches row"),
@@ -304,6 +312,19 @@ def test_a_missing_norm_is_refused_when_it_is_needed():
     assert (encoder.any_size, encoder.num_prefix_tokens, encoder.depth) == (True, 0, 4)
     with pytest.raises(UnfitEncoder, match="no final norm"):
         ssl_bench.extract_features(encoder, torch.rand(1, 3, 16, 16), facets=["token_normed"])
+
+
+def test_a_module_for_square_images_only_has_a_single_size():
+    def require_square(_module: nn.Module, inputs: tuple[Tensor]) -> None:
+        assert inputs[0].shape[2] == inputs[0].shape[3]
+
+    blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 1)) for _ in range(2)))
+    module = nn.Sequential(nn.Conv2d(3, 8, 8, 8), blocks)
+    module.register_forward_pre_hook(require_square)
+
+    encoder = ssl_bench.Encoder.from_module(module, blocks="1", image_size=32)
+
+    assert (encoder.any_size, encoder.native_size) == (False, (32, 32))
 
 
 class Renamed(own_module.Own):

@@ -256,6 +256,10 @@ def test_masks_of_0_and_255_need_a_meaning():
     with pytest.raises(DataError) as error:
         open_sets(PythonDataset(one_object=True), val=val).val()
     assert error.value.hint == ("dataset.numbers=[0,255]", "or", "dataset.ignored=[255]")
+    for number in (0, 255):
+        uniform = Image.new("L", (40, 32), number)
+        only = open_sets(PythonDataset(one_object=True), val=[(picture(0), uniform)]).val()[0].mask
+        np.testing.assert_array_equal(only, np.asarray(uniform))
     dataset = open_sets(PythonDataset(one_object=True, numbers=[0, 255]), val=val)
     assert dataset.supports == {"saliency", "images"}
     mask_of_first: Any = dataset.val()[0].mask
@@ -428,6 +432,20 @@ def test_a_table_with_labels_and_masks_needs_a_choice():
     np.testing.assert_array_equal(masks.val()[1].mask, mask(1))
     labels = open_sets(PythonDataset(label_column="scene"), val=table)
     assert labels.supports == {"classification", "images"}
+
+
+def test_boxes_of_a_table_with_labels_are_ignored():
+    datasets = pytest.importorskip("datasets")
+    boxes = datasets.List(datasets.List(datasets.Value("float32"), length=4))
+    label = datasets.ClassLabel(names=["a", "b"])
+    table = table_of(
+        {"label": label, "bbox": boxes}, label=lambda n: n % 2, bbox=lambda _: [[8, 8, 16, 16]]
+    )
+
+    dataset = open_sets(val=table)
+
+    assert dataset.supports == {"classification", "images"}
+    assert dataset.val()[1].label == 1
 
 
 def test_a_transform_of_a_table_is_refused():

@@ -81,10 +81,13 @@ def test_names_match_in_any_unicode_form(find, forms):
     assert find([f"{listed} 1", "dog"], f"{stored}.jpg", "dog.jpg") == [stored, "dog"]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, encoding):
+@pytest.mark.parametrize(
+    ("mark", "encoding"),
+    [("", "utf-8"), *(("\ufeff", encoding) for encoding in ("utf-8", "utf-16-le", "utf-16-be"))],
+)
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, mark, encoding):
     path = tmp_path / "list.txt"
-    path.write_bytes("café\r\n\r\nb \r\n".encode(encoding))
+    path.write_bytes(f"{mark}café\r\n\r\nb \r\n".encode(encoding))
 
     assert read_list(path) == ["café", "b"]
 

@@ -170,7 +170,9 @@ def test_a_timm_folder_follows_its_configuration(tmp_path):
 @pytest.mark.parametrize("arguments", [{"num_heads": 6}, {}])
 def test_random_weights_have_the_architecture_of_the_folder(tmp_path, arguments):
     model = timm.create_model("vit_tiny_patch16_224", num_classes=0, **arguments)
-    config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments}
+    config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments or None}
+    # With null, the defaults of timm are used.
+    config["pretrained_cfg"] = None
     trained = folder_of(tmp_path / "timm", model.state_dict(), config)
     uri = f"random:{trained}"
     # timm's architecture has 3 heads.

@@ -46,6 +46,20 @@ def test_the_remaining_time_is_never_negative(workdir, monkeypatch, capsys):
     assert line.endswith("  00:00 left")
 
 
+@pytest.mark.parametrize(("done", "left"), [(0, "01:37"), (60, "00:37")])
+def test_the_remaining_time_counts_only_the_remaining_steps(monkeypatch, capsys, done, left):
+    seconds = itertools.count()
+    monkeypatch.setattr("pretrain.logging.time.monotonic", lambda: float(next(seconds)))
+    bar = ProgressBar(total=100, done=done, quiet=False, stop_time=math.inf)
+    for step in range(done + 1, done + 4):
+        row = {"step": step, "epoch": 0, "loss": 1.0, "images_per_second": 9.0, "mfu": 1.0}
+        bar.show(row | {"data_wait": 0.0})
+    bar.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"step {done + 3}/100 ")
+    assert line.endswith(f"  {left} left")
+
+
 def test_the_wait_for_data_is_measured_separately_for_each_step(monkeypatch):
     times = iter([0.0, 1.0, 3.0, 5.0, 6.0, 6.5, 9.0])
     monkeypatch.setattr(logging.time, "monotonic", lambda: next(times))

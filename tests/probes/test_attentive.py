@@ -160,9 +160,12 @@ def test_features_in_memory_and_on_disk_give_the_same_scores(root, cache):
 
 
 def test_attentive_heads_can_be_trained_on_shots(root):
-    details = scores(root, shots=[2], draws=2)[2, FACET, "top1_holdout_2shot"].details
+    score = scores(root, shots=[1], draws=2)[2, FACET, "top1_holdout_1shot"]
+    details = score.details
 
-    assert (details["num_train_images"], details["num_held_out_images"]) == (12, 12)
+    # Heads that are trained with the labels of other images have a score of about 25.
+    assert score.value > 75
+    assert (details["num_train_images"], details["num_held_out_images"]) == (6, 6)
     assert len(details["value_by_draw"]) == len(set(details["train_ids_sha256_by_draw"])) == 2
 
 

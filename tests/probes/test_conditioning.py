@@ -301,6 +301,18 @@ def test_blocks_with_further_arguments_have_no_jacobian_but_a_figure(run, monkey
     assert len(list((tmp_path / "out/pictures").rglob("*.png"))) == 1
 
 
+def test_modules_that_store_computed_tensors_are_scored(run):
+    module = own()
+    plain = run(foreign(module), layers=(0,), num_images=1)
+    # `copy.deepcopy` refuses tensors with a gradient function, even in lists and buffers.
+    module.stored = [module.positions * 2]
+    module.register_buffer("kept", module.positions * 3, persistent=False)
+
+    stored = run(foreign(module), layers=(0,), out="stored", num_images=1)
+
+    assert [r.value for r in stored] == [r.value for r in plain]
+
+
 def test_exhaustive_lanczos_iterations_record_the_exact_numbers(run):
     encoder, small = tiny(replace(TINY, dim=6)), {"layers": (1,), "num_images": 1}
     exact, lanczos = (

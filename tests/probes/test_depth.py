@@ -441,6 +441,23 @@ def test_an_encoder_without_cls_is_scored_by_its_patches(folders, encoder_withou
     assert {record.layer for record in records} == {0, 1}
 
 
+def test_blocks_with_constant_features_have_a_warning(folders, tmp_path):
+    model = build_vit(TINY, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.startswith("blocks.1"):
+                parameter.zero_()
+    probe = replace(SMALL, epochs=1, panels=0)
+
+    records = run(probe, folders, encoder_from_model(model, name="constant"), tmp_path)
+
+    for record in records:
+        warnings = [line.partition(":")[0] for line in record.details["warnings"]]
+        assert warnings[0] == "degenerate"
+        assert len(warnings) == 2
+        assert record.details["constant_features"]
+
+
 def test_a_figure_shows_image_depth_and_each_block(folders, encoder, tmp_path):
     run(SMALL, folders, encoder, tmp_path)
 

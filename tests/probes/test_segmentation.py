@@ -108,7 +108,7 @@ def test_held_out_images_do_not_train_heads(tmp_path):
 def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
     # With wrong masks, the held-out images select another rate than the scored images.
     context = probe_context(tmp_path, layers=(3,), dataset=relabel_held_out(0.3))
-    probe = quick_probe(layers_mode="single", holdout=0.3, learning_rates=[1e-7, 1e-2])
+    probe = quick_probe(layers_mode="single", holdout=0.3, learning_rates=[1e-7, 1e-2, 1e3])
     holdout, oracle, accuracy = probe.run(context)
     assert holdout.details["learning_rate"] != oracle.details["learning_rate"]
     held_out, scored = (holdout.details[f"miou_by_rate{end}"] for end in ("_held_out", ""))
@@ -116,6 +116,9 @@ def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
     assert holdout.details["learning_rate"] == rates[int(np.argmax(held_out))]
     assert oracle.details["learning_rate"] == rates[int(np.argmax(scored))]
     assert accuracy.details["learning_rate"] == holdout.details["learning_rate"]
+    for score in (holdout, oracle, accuracy):
+        rate, warnings = score.details["learning_rate"], score.details["warnings"]
+        assert any(f"{rate:g} is at the edge" in line for line in warnings) == (rate != 1e-2)
     assert holdout.value == scored[int(np.argmax(held_out))]
     assert oracle.value == max(scored)
 
