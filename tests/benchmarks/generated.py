@@ -96,6 +96,7 @@ WHOLE: Mapping[str, Generator] = {
     },
     "results/tables/evidence.md": _by("evidence.page", "evidence-cpu.json"),
     "results/tables/evidence_runs.md": _by("evidence.page", "evidence-cpu.json", "runs_page"),
+    "results/tables/half_precision.md": _by("half_precision", "half_precision-cpu.json"),
     "results/tables/parameter_jacobians.md": _by(
         "parameter_jacobians", "parameter_jacobians-cpu.json"
     ),
@@ -106,7 +107,7 @@ WHOLE: Mapping[str, Generator] = {
 
 # Tables whose programs are in the repository at the commits that the tables name.
 _FINISHED = """
-attentive bfloat16 box_intervals clustering clustering_intervals conditioning correspondence
+attentive box_intervals clustering clustering_intervals conditioning correspondence
 decoding device_waits first_steps geometry initialisation initialisation_readings intervals
 mimetic_copying osa_guesses pixels scale segmentation_full_size waiting_threads
 """
