@@ -29,7 +29,7 @@ from pretrain.schedules import Timeline, count_phase_steps
 from pretrain.step import Trainer
 from ssl_bench.data.files.fingerprints import file_hashes
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.errors import ConfigurationError, DataError, join_alternatives
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, join_alternatives
 from ssl_bench.system.process import reraise_out_of_memory
 
 # Keys of the state. States of older versions contain all of them except the number of processes.
@@ -185,10 +185,12 @@ def load_trainer_state(trainer: Trainer, state: Mapping[str, Any], path: Path) -
     """Load the weights of the networks and the optimizer's moments from a saved training state.
 
     Raises:
-        CheckpointError: A tensor is missing or has another shape.
+        CheckpointError: A key or tensor is missing, or a tensor has another shape.
     """
     try:
         trainer.load_state_dict(state)
+    except CheckpointError:
+        raise
     except (KeyError, RuntimeError, ValueError) as error:
         reraise_out_of_memory(error)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]

@@ -13,9 +13,9 @@ from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
 class StopRequest:
     """A handler that stores the last signal that asked this process to stop.
 
-    The first Ctrl-C (SIGINT) is only stored, like SIGTERM, SIGHUP and SIGUSR1. The training loop
-    finishes its step, saves a checkpoint and ends. A second Ctrl-C raises KeyboardInterrupt in the
-    middle of the step, which is then lost.
+    The first Ctrl-C (SIGINT) is only stored, like SIGTERM, SIGHUP and SIGUSR1, except inside
+    `raise_immediately`. The training loop finishes its step, saves a checkpoint and ends. A second
+    Ctrl-C raises KeyboardInterrupt in the middle of the step, which is then lost.
     """
 
     def __init__(self) -> None:

@@ -79,9 +79,9 @@ class Trainer:
     def take_step(self, step: int, micro_batches: Iterable[Views]) -> dict[str, Tensor]:
         """Train on one batch.
 
-        If the gradient is not finite, weights, moments and batch statistics do not change. If there
-        is a teacher, it still moves towards the unchanged student. The CPU does not wait for the
-        device.
+        If the gradient is not finite, weights, moments and batch statistics do not change. The step
+        still counts. If there is a teacher, it still moves towards the unchanged student. The CPU
+        does not wait for the device.
 
         Args:
             step: Number of the step, from 0.
@@ -208,7 +208,7 @@ class Trainer:
         groups = self.optimizer.param_groups
         for group in groups:
             group["lr"] = self.lr(step) * group.get("lr_scale", 1.0)
-        # Groups with weight decay alternate with groups without it.
+        # `parameter_groups` alternates groups with weight decay and groups without it.
         decayed_groups = groups[::2]
         for group in decayed_groups:
             group["weight_decay"] = self.weight_decay(step)

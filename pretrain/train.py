@@ -302,7 +302,8 @@ class Run:
     def _read_micro_batches(self) -> Generator[Any, None, None]:
         """Yield the cropped images of each remaining micro-batch.
 
-        Closing the generator ends the data workers.
+        If any process has an error, also one that `_postpone_errors` stored, all processes raise it
+        here. Closing the generator ends the data workers.
         """
         per_step, device = self.plan.train.accumulation, self.ranks.device
         remaining = range(self.progress.step * per_step, self.timeline.total_steps * per_step)
@@ -388,7 +389,7 @@ class Run:
     def _postpone_errors(self) -> Generator[None]:
         """Inside a `with` block, store an error of this process instead of raising it.
 
-        All processes raise the error together before the next step.
+        All processes raise the error together when they read the next micro-batch.
         """
         try:
             yield

@@ -49,7 +49,7 @@ class Learner(nn.Module, ABC):
         return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
-        """Return the modules that `torch.compile` may compile.
+        """Return the modules that `torch.compile` may compile: by default the encoders, not heads.
 
         The shapes of their inputs must be the same in all steps.
         """

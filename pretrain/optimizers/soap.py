@@ -41,7 +41,7 @@ class SOAP(torch.optim.Optimizer):
     A step waits for the device only if a parameter has its first gradient. If the attribute
     `found_inf` is 1, as set by torch.amp.GradScaler, the step changes no parameter, moment,
     statistic or basis, whatever values the gradients have. Only the count of skipped steps
-    increases. If the first gradient of a parameter is skipped, its bases are identity matrices
+    increases. If the first gradient of a parameter is skipped, its bases are the unit vectors
     until the next refresh.
 
     Args:
@@ -141,7 +141,8 @@ class SOAP(torch.optim.Optimizer):
         """Count this step, and return the factors of its update.
 
         The gradient scaler sets `found_inf` to 1 if a gradient is not finite. The step is then also
-        counted as skipped.
+        counted as skipped, but not in stacks whose parameters get their first gradient, which
+        updates nothing.
         """
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
@@ -231,7 +232,8 @@ class Stack:
         skipped: Number of steps that were skipped after the first gradient, as a scalar on the
             device. Stacks with the same step count share it.
         phases: Number of steps by which the bases of each member are refreshed earlier than at
-            multiples of `precondition_frequency`. It is 0 unless refreshes are staggered.
+            values of `step` that are multiples of `precondition_frequency`. It is 0 unless
+            refreshes are staggered.
         index: Index of the stack within its group.
         exp_avg: Mean gradient in the eigenbases.
         exp_avg_sq: Mean squared gradient in the eigenbases.

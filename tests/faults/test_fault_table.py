@@ -735,10 +735,12 @@ def first_run(*settings: str) -> Prepare:
 
 
 RUNS = [
+    *(Fault(f"a state without {name}", remove_from_state(name), RESUME, 4,
+            (f"ssl-bench: run/state.pt lacks '{name}'",))
+      for name in ("configuration", "left_out", "optimizer")),
     *(Fault(f"a state without {'.'.join(names)}", remove_from_state(*names), RESUME, 4,
             ("run/state.pt", names[-1]))
-      for names in (["configuration"], ["left_out"], ["optimizer"], ["learner", "center"],
-                    ["optimizer", "state"])),
+      for names in (["learner", "center"], ["optimizer", "state"])),
     *(Fault(f"a state with step {step!r}", partial(set_step, step), RESUME, 4,
             ("run/state.pt", f"{step!r}"), "--overwrite` or `--out FOLDER")
       for step in (-3, "7", None, 1000)),
