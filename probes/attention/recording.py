@@ -140,8 +140,8 @@ class _Calls(TorchFunctionMode):
         self.layer: int | None = None
         self._num_tokens, self._queries = num_tokens, queries
         self._weights: dict[int, list[Weights]] = {}
-        # For each layer, the number of tokens of attention that does not include all tokens.
-        self._other_tokens: dict[int, int] = {}
+        # For each layer, the numbers of queries and keys of attention without all tokens.
+        self._other_tokens: dict[int, tuple[int, int]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -189,12 +189,12 @@ class _Calls(TorchFunctionMode):
     def _includes_all_tokens(self, num_queries: int, num_keys: int) -> bool:
         """Return whether a call computes attention between all tokens of an image.
 
-        If not, store the number of keys for the error message.
+        If not, store the numbers of queries and keys for the error message.
         """
         if num_queries == num_keys == self._num_tokens:
             return True
         if self.layer is not None:
-            self._other_tokens[self.layer] = num_keys
+            self._other_tokens[self.layer] = (num_queries, num_keys)
         return False
 
     def _append(self, weights: Weights) -> None:
@@ -214,8 +214,8 @@ class _Calls(TorchFunctionMode):
         if weights:
             problem = f"computes attention {len(weights)} times"
         elif layer in self._other_tokens:
-            number = self._other_tokens[layer]
-            problem = f"computes attention to {number} tokens, in windows or after pooling"
+            num_queries, num_keys = self._other_tokens[layer]
+            problem = f"computes attention from {num_queries} to {num_keys} tokens"
         else:
             problem = "computes no softmax attention with functions of PyTorch"
         raise UnfitEncoder(

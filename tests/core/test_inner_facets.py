@@ -22,6 +22,7 @@ from ssl_bench.models import (
 )
 from tests.core import test_features
 from tests.support.faults import TINY
+from tests.support.own_module import own
 
 NEUTRAL: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 IMAGES = torch.rand(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
@@ -201,6 +202,20 @@ def test_the_error_for_a_missing_part_of_a_block_lists_its_parts(facet):
     assert caught.value.hint[0] == "probe.facet=blocks.*.{name}"
     features = FeatureExtractor(encoder, layers=[0], facets=["token", "blocks.*.norm2"])(IMAGES)[0]
     assert torch.equal(features["token"], features["blocks.*.norm2"])
+
+
+def test_an_encoder_of_one_size_has_inner_facets():
+    module, images = own(), torch.rand(2, 3, 32, 32)
+    encoder = Encoder.from_module(module, mean=0, std=1)
+    extractor = FeatureExtractor(encoder, layers=[1], facets=["blocks.*.mlp.0"])
+    outputs: list[Tensor] = []
+    part = module.get_submodule("trunk.1.mlp.0")
+    with part.register_forward_hook(lambda *found: outputs.append(found[-1])):
+        features = extractor(images)[1]
+
+    assert extractor.width("blocks.*.mlp.0") == 32
+    expected = outputs[0][:, 1:].unflatten(1, (4, 4))
+    assert torch.equal(features["blocks.*.mlp.0"], expected)
 
 
 def test_blocks_of_different_widths_are_refused():

@@ -300,6 +300,15 @@ def test_overlapping_patches_in_order_are_accepted():
     assert encoder.num_prefix_tokens == 1
 
 
+def test_a_convolution_of_single_pixels_does_not_embed_patches():
+    module = own_module.own()
+    module.embed = nn.Sequential(nn.Conv2d(3, 3, 1), module.embed)
+
+    encoder = ssl_bench.Encoder.from_module(module)
+
+    assert (encoder.patch_size, encoder.native_size) == (8, (32, 32))
+
+
 def test_a_missing_norm_is_refused_when_it_is_needed():
     module = own_module.own()
     del module.ln_f

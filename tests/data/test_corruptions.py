@@ -184,6 +184,7 @@ def test_corruptions_are_parsed_from_names_and_severities(text, expected):
         ("snow:2-9", ["corrupt=snow:3"]),
         ("all:7", ["corrupt=gaussian_noise:3"]),
         ("snow:many", ["corrupt={corruption}:3"]),
+        ("snow:1-3-5", ["corrupt={corruption}:3"]),
         ("snow", []),
         ("snow:4-2", []),
     ],

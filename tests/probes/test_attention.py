@@ -206,13 +206,24 @@ def windowed_attention(q, k, v):
     return torch.cat([fused_attention(*(x[:, :, :9] for x in (q, k, v))), v[:, :, 9:]], 2)
 
 
+def class_attention(q, k, v):
+    return torch.cat([fused_attention(q[:, :, :1], k, v), v[:, :, 1:]], 2)
+
+
 def nested_attention(q, k, v):
     return fused_attention(q, k, fused_attention(q, k, v))
 
 
-@pytest.mark.parametrize("mix", [windowed_attention, nested_attention])
-def test_windowed_and_repeated_attention_are_refused(mix):
-    with pytest.raises(UnfitEncoder) as caught:
+@pytest.mark.parametrize(
+    ("mix", "problem"),
+    [
+        (windowed_attention, "9 to 9 tokens"),
+        (class_attention, "1 to 17 tokens"),
+        (nested_attention, "2 times"),
+    ],
+)
+def test_partial_and_repeated_attention_are_refused(mix, problem):
+    with pytest.raises(UnfitEncoder, match=problem) as caught:
         record_weights(mixing_encoder(mix))
     assert caught.value.exit_code == 2
     assert caught.value.hint == ("--task", "pca")
@@ -375,6 +386,20 @@ def test_the_background_is_class_0_only_if_it_is_called_so(tmp_path):
     with pytest.raises(DataError) as caught:
         Attention()._object_mask(Sample("x", np.zeros((8, 8, 3), np.uint8)))
     assert caught.value.hint == ("probe.truth=none",)
+
+
+def test_all_classes_except_the_background_are_the_object(tmp_path):
+    root = paired_folders(tmp_path / "folders", {"train": ["a"], "val": ["b"]})
+    names = ["background", *(f"class {number}" for number in range(1, 21))]
+    dataset, store = ImageMaskFolders(root, class_names=names), ResultStore(tmp_path / "out")
+    encoder = encoder_from_model(vit(), name="tiny")
+
+    # The predicted masks contain all patches.
+    records = evaluated(Attention(mass=0.999, panels=0), dataset, store, encoder, [0])
+
+    # A square of 16 x 16 pixels has class 8. Of 32 rows of 40 pixels, one is ignored.
+    scores = {record.metric: record.value for record in records}
+    assert scores["jaccard"] == pytest.approx(100 * 16 * 16 / (31 * 40))
 
 
 def test_photographs_without_masks_get_maps_of_all_heads(photographs: ImageFolder, tmp_path):

@@ -185,6 +185,14 @@ def test_at_most_100_boxes_of_an_image_count():
     assert ObjectDiscovery(max_objects=500).num_ranks == 100
 
 
+def test_earlier_boxes_of_an_image_count_as_more_confident():
+    for found, expected in (([LEFT, OUTSIDE], 100), ([OUTSIDE, LEFT], 50)):
+        scores = {score.metric: score for score in scored([result(found, [LEFT])], 2)}
+
+        assert (scores["ap"].value, scores["ap50"].value) == pytest.approx((expected, expected))
+        assert scores["ap50"].details["if_equally_sure"] == pytest.approx(50)
+
+
 def test_scores_depend_on_images_with_ground_truth_but_not_on_their_order():
     results = [
         result([LEFT, RIGHT], [LEFT, RIGHT]),
