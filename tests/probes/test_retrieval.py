@@ -51,12 +51,12 @@ def test_every_image_passes_the_encoder_once_for_all_layers(tmp_path):
     assert 0 < counter.images - 7 <= 5
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_scores_equal_a_computation_in_float64(tmp_path, seed):
+@pytest.mark.parametrize(("seed", "score_size"), [(0, None), (1, 13)])
+def test_scores_equal_a_computation_in_float64(tmp_path, seed, score_size):
     # Half of the memory votes, so the weights and the shares of classes are important.
     options = {"memory_patches": 40, "neighbours": 20, "temperature": 0.05, "image_size": 40}
     context = probe_context(tmp_path, layers=(0,), seed=seed)
-    (_, accuracy) = make_probe(**options).run(context)
+    (_, accuracy) = make_probe(**options, score_size=score_size).run(context)
 
     extractor = context.extractor([0], "token")
 
@@ -76,7 +76,7 @@ def test_scores_equal_a_computation_in_float64(tmp_path, seed):
     memory, shares = F.normalize(features[chosen]), counts[chosen] / counts[chosen].sum(1, True)
     images, right, total = context.dataset.val(), 0, 0
     for index in range(len(images)):
-        image = Squashed().prepare(images[index], 40)
+        image = Squashed(score_size).prepare(images[index], 40)
         unit = F.normalize(patches(image.windows).double())
         similarity, nearest = (unit @ memory.T).topk(20)
         votes = ((similarity / 0.05).softmax(1)[..., None] * shares[nearest]).sum(1)

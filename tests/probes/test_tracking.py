@@ -226,6 +226,9 @@ def test_an_empty_mask_is_correct_only_if_the_true_mask_is_empty():
     for found, true, expected in ((empty, empty, 1), (empty, full, 0), (full, empty, 0)):
         assert region_similarity(found.mask, true.mask) == expected
         assert contour_accuracy(found, true) == expected
+    scores = ObjectScores()
+    scores.add_frame([empty, full], [empty, empty])
+    assert scores.region == scores.contour == [[1, 0]]
 
 
 def test_statistics_of_an_object_equal_those_of_the_official_code():
