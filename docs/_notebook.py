@@ -1,6 +1,8 @@
-"""docs/python.ipynb: the Python of docs/python.md with what it prints and draws.
+"""Write the notebook docs/python.ipynb from the page docs/python.md.
 
-python docs/_notebook.py
+    python docs/_notebook.py
+
+The notebook contains the code of the page, and all text and figures that the code outputs.
 """
 
 import base64
@@ -22,17 +24,17 @@ _CODE = re.compile(r"^```python\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 
 def cells() -> list[tuple[str, str]]:
-    """Kind and text of each part of the page, "markdown" or "code", in their order."""
-    found, place = [], 0
+    """Return the parts of the page in order, each as "markdown" or "code" and its text."""
+    found, end = [], 0
     text = PAGE.read_text(encoding="utf-8")
     for block in _CODE.finditer(text):
-        found += [("markdown", text[place : block.start()].strip()), ("code", block[1].rstrip())]
-        place = block.end()
-    return [(kind, part) for kind, part in [*found, ("markdown", text[place:].strip())] if part]
+        found += [("markdown", text[end : block.start()].strip()), ("code", block[1].rstrip())]
+        end = block.end()
+    return [(kind, part) for kind, part in [*found, ("markdown", text[end:].strip())] if part]
 
 
 def outputs() -> Iterator[list[dict[str, Any]]]:
-    """What each cell of code prints and draws; runs in the working folder."""
+    """Run each code cell in the current folder, and yield the text and figures that it outputs."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -62,20 +64,20 @@ def _pictures() -> Iterator[dict[str, Any]]:
 
 
 def notebook() -> dict[str, Any]:
-    """Format 4.5, run from top to bottom."""
-    done, ran, made = outputs(), 0, []
+    """Run all cells from top to bottom. Return the notebook in version 4.5 of its format."""
+    results, count, written = outputs(), 0, []
     for number, (kind, text) in enumerate(cells()):
         cell: dict[str, Any] = {"cell_type": kind, "id": f"cell{number}", "metadata": {}}
         if kind == "code":
-            ran += 1
-            cell |= {"execution_count": ran, "outputs": next(done)}
-        made.append(cell | {"source": text.splitlines(keepends=True)})
+            count += 1
+            cell |= {"execution_count": count, "outputs": next(results)}
+        written.append(cell | {"source": text.splitlines(keepends=True)})
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    about = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    return {"cells": made, "metadata": about, "nbformat": 4, "nbformat_minor": 5}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    return {"cells": written, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        os.chdir(place)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
         NOTEBOOK.write_text(json.dumps(notebook(), indent=1) + "\n", encoding="utf-8")

@@ -33,10 +33,10 @@ def generated(name: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that do not lie in docs/."""
-    place = {"dest_dir": config.site_dir, "use_directory_urls": config.use_directory_urls}
+    """Add the pages that are not in docs/."""
+    options = {"dest_dir": config.site_dir, "use_directory_urls": config.use_directory_urls}
     for path in sorted(path for pattern in SHOWN for path in ROOT.glob(pattern)):
-        files.append(File(path.relative_to(ROOT).as_posix(), src_dir=str(ROOT), **place))
+        files.append(File(path.relative_to(ROOT).as_posix(), src_dir=str(ROOT), **options))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "index.md", content=readme))
     return files
@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta.setdefault("search", {"boost": 2})
     markdown = _GENERATED.sub(lambda found: generated(found[1]), markdown)
     inside = re.sub(r'(\]\(<?|src=")docs/', r"\1", markdown)
-    # In the repository docs/ is one folder further down than in the site.
+    # Pages of docs/ are one folder higher in the site than in the repository.
     inside = re.sub(r"\]\(\.\./((?:\.\./)*)README\.md", r"](\1index.md", inside)
     return _ABOVE.sub(r"](\1", inside)
 
