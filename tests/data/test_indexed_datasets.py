@@ -417,6 +417,16 @@ def test_several_fitting_columns_need_a_choice():
         open_sets(PythonDataset(label_column="none"), val=table)
 
 
+def test_a_column_of_numbers_with_any_name_can_be_the_label():
+    datasets = pytest.importorskip("datasets")
+    table = table_of({"category": datasets.Value("int64")}, category=lambda n: n % 2)
+
+    dataset = open_sets(PythonDataset(label_column="category"), val=table)
+
+    assert "classification" not in open_sets(val=table).supports
+    assert [dataset.val()[n].label for n in range(3)] == [0, 1, 0]
+
+
 def test_a_table_with_labels_and_masks_needs_a_choice():
     datasets = pytest.importorskip("datasets")
     table = table_of(

@@ -88,6 +88,15 @@ def test_no_object_is_hidden_by_more_than_half():
             assert ((depth < 1) & ~hidden).sum() >= 0.5 * (depth < 1).sum()
 
 
+def test_objects_have_their_centres_in_the_middle_of_both_sides():
+    rng, height, width = np.random.default_rng(0), 40, 100
+
+    for depth in (depth for _ in range(30) for depth in _draw_outlines(rng, height, width)):
+        row, col = np.unravel_index(depth.argmin(), depth.shape)
+        assert 0.2 * height - 1 <= row <= 0.8 * height + 1
+        assert 0.2 * width - 1 <= col <= 0.8 * width + 1
+
+
 def test_a_scene_depends_on_split_seed_and_number_alone():
     scene = cached_painter("train", 0).paint_scene(5).image
 

@@ -3,6 +3,7 @@
 Faulty arguments are tested in `test_fault_table`.
 """
 
+import errno
 import json
 import os
 import resource
@@ -68,7 +69,9 @@ def test_a_probe_of_another_package_is_imported_only_for_use(workdir, monkeypatc
     information.mkdir(parents=True)
     (target / "ones_probe.py").write_text(PLUGIN.format(mark=str(mark)))
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: ones\nVersion: 1.0\n")
+    (target / "misspelt.py").write_text("import os\n\nos.pathh\n")
     points = "[ssl_bench.probe]\nones = ones_probe:Ones\nnone = ones_probe:Path\n"
+    points += "absent = ones_probe:Twos\nmisspelt = misspelt:Ones\n"
     (information / "entry_points.txt").write_text(points)
     with pytest.raises(ConfigurationError):
         compose_config("probing", ["probe=ones"])
@@ -79,6 +82,9 @@ def test_a_probe_of_another_package_is_imported_only_for_use(workdir, monkeypatc
     assert "probe.value" in expect_error(capsys, shlex.split(f"{PROBE} ones probe.value=x"), 2)
     assert mark.exists()
     assert "dataclass" in expect_error(capsys, shlex.split(f"{PROBE} none"), 2)
+    assert "'Twos'" in expect_error(capsys, shlex.split(f"{PROBE} absent"), 5)
+    line = f"{target / 'misspelt.py'}, line 3"
+    assert line in expect_error(capsys, shlex.split(f"{PROBE} misspelt"), 5)
 
 
 BROKEN_FILES = {
@@ -298,6 +304,8 @@ def test_out_of_memory_on_any_device_ends_with_code_5(workdir, capsys, monkeypat
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        ImportError("lib.so: failed to map segment from shared object"),
     ):
         monkeypatch.setattr("probes.pca.PCA.run", Mock(side_effect=error))
 

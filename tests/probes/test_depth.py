@@ -22,7 +22,15 @@ from probes.depth.heads import (
     predict_depth,
     scale_invariant_loss,
 )
-from probes.depth.probe import UNITS, Depth, DepthRun, colour_depth, image_metrics, mean_interval
+from probes.depth.probe import (
+    UNITS,
+    Depth,
+    DepthRun,
+    colour_depth,
+    draw_depths,
+    image_metrics,
+    mean_interval,
+)
 from probes.features.journal import Journal
 from probes.features.tiers import StoredFeatures
 from probes.heads.losses import PIECE_BYTES
@@ -465,6 +473,18 @@ def test_a_figure_shows_image_depth_and_each_block(folders, encoder, tmp_path):
     assert len(json.loads(Image.open(path).info[TILES])) == 4
     colours = colour_depth(np.array([[1, 3, np.nan]], np.float32), 1.0, 3.0)
     assert colours.tolist() == [[[68, 1, 84], [253, 231, 37], [255, 255, 255]]]
+
+
+def test_all_maps_of_a_figure_use_the_range_of_the_true_depth(tmp_path):
+    true = np.repeat(np.linspace(1, 3, 8, dtype=np.float32)[None], 8, axis=0)
+    middle = np.full((8, 8), 2, np.float32)
+
+    draw_depths(np.array(picture(0)), {"depth": true, "block 0": middle}, tmp_path / "a.png")
+
+    figure = Image.open(tmp_path / "a.png")
+    left, top, width, height = json.loads(figure.info[TILES])[2]
+    # The colour in the middle of matplotlib's scale `viridis`.
+    assert figure.getpixel((left + width // 2, top + height // 2)) == (33, 145, 140)
 
 
 def test_depth_without_a_pixel_in_the_range_is_refused(folders, encoder, tmp_path):
