@@ -85,6 +85,13 @@ def test_invalid_strides_in_a_checkpoint_are_refused(saved, strides):
         identify_encoder(str(saved))
 
 
+@pytest.mark.parametrize("mean", ["0.5", "null", "[0.5, 0.5]", '["red", "green", "blue"]', "{"])
+def test_a_mean_that_is_not_three_numbers_is_refused(saved, mean):
+    save_encoder(saved, build_vit(TINY, seed=0), {"mean": mean})
+    with pytest.raises(CheckpointError, match="mean"):
+        load_encoder(str(saved))
+
+
 def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):
     for address in (tmp_path / "nothing.pth", tmp_path, "ftp:somewhere"):
         assert "timm:NAME@FILE" in message_of(address)

@@ -4,11 +4,13 @@ This must also hold if there is little shared memory.
 """
 
 import os
+import signal
 import time
 from contextlib import closing, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import product
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,21 @@ def test_workers_use_the_announced_shared_memory():
             most = max(most, count_shared_bytes())
 
     assert 0.8 * plan.shared_bytes < most <= plan.shared_bytes
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_to_the_process_group_leaves_data_workers_alive(name):
+    source, others = make_batches(ALBUM), active_children()
+    plan = plan_workers(source, 1, 0.01)
+    with closing(load_chunks(source, plan, range(8), CPU)) as chunks:
+        first = next(chunks)
+        (worker,) = (child for child in active_children() if child not in others)
+        os.kill(worker.pid, getattr(signal, name))
+
+        rest = list(chunks)
+
+    assert len([first, *rest]) == 8 * plan.num_chunks
+    assert not any(isinstance(chunk, Exception) for chunk in rest)
 
 
 # Two workers hold five chunks, each of which has 16 tensors on separate pages.
