@@ -479,7 +479,8 @@ def test_all_maps_of_a_figure_use_the_range_of_the_true_depth(tmp_path):
     true = np.repeat(np.linspace(1, 3, 8, dtype=np.float32)[None], 8, axis=0)
     middle = np.full((8, 8), 2, np.float32)
 
-    draw_depths(np.array(picture(0)), {"depth": true, "block 0": middle}, tmp_path / "a.png")
+    image = np.zeros((8, 8, 3), np.uint8)
+    draw_depths(image, {"depth": true, "block 0": middle}, tmp_path / "a.png")
 
     figure = Image.open(tmp_path / "a.png")
     left, top, width, height = json.loads(figure.info[TILES])[2]
