@@ -4,6 +4,7 @@ All probes use `FeatureExtractor`. This file also contains image transforms that
 """
 
 import difflib
+import itertools
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -72,7 +73,8 @@ class FeatureExtractor:
             - "registers": register tokens, which precede the patch tokens.
         device: Device of the computation.
         dtype: Precision of the encoder's forward pass. Precisions below float32 use autocast. The
-            features are always float32.
+            features are always float32. Features that are not finite in float16 are computed again
+            in float32.
         pad: Whether to pad normalised images with zeros to a multiple of the patch size, on the
             right and at the bottom, as TokenCut does. If False, other image sizes raise an error.
 
@@ -83,6 +85,8 @@ class FeatureExtractor:
             same grid and width.
         dim: Feature width of the deepest layer.
         depth: Number of blocks of the encoder.
+        num_recomputed: Number of images whose features were not finite in float16 and were
+            therefore computed in float32.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class FeatureExtractor:
         self.dtype = dtype
         self.pad = pad
         self._max_batch = sys.maxsize
+        self.num_recomputed = 0
         self.patch_size = max(map(encoder.stride, self.layers))
         self.dim, self.depth = encoder.width(max(self.layers)), encoder.depth
         self._module = encoder.module.to(self.device)
@@ -124,7 +129,7 @@ class FeatureExtractor:
         encoder = self.encoder
         patch = max((*encoder.strides, self.patch_size))
         trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
-        features, _ = self._extract_batch(torch.zeros(2, 3, *trial))
+        features, _ = self._extract_batch(torch.zeros(2, 3, *trial), self.dtype)
         widths: dict[Facet, int] = {}
         for tap in self._taps:
             width = features[tap.layer][tap.facet].shape[-1]
@@ -177,16 +182,59 @@ class FeatureExtractor:
         To check them, copy the returned sums to the CPU and pass them to `require_finite`. If you
         copy them together with other data, the CPU waits for the GPU only once.
 
-        If memory runs out, the batch size is halved for this call and all later calls.
+        If memory runs out, the batch size is halved for this call and all later calls. If an image
+        has features that are not finite in float16, they are computed again in float32.
 
         Returns:
             The features, and their sums over all axes except the batch. The sums have one row for
             each pair of layer and facet (kind of feature).
         """
+        features, sums = self.extract_in_one_precision(images)
+        # The range of bfloat16 equals that of float32. On a GPU, this waits for the forward pass.
+        if self.dtype == torch.float16 and not sums.isfinite().all():
+            self._recompute_overflows(images, features, sums)
+        return features, sums
+
+    def _recompute_overflows(
+        self,
+        images: Float[Tensor, "batch 3 height width"],
+        features: Features,
+        sums: Float[Tensor, "features batch"],
+    ) -> None:
+        """Replace the features of images for which `sums` is not finite by those in float32."""
+        chosen = (~sums.isfinite()).any(0).nonzero().flatten()
+        exact, exact_sums = self.extract_in_one_precision(
+            images[chosen.to(images.device)], torch.float32
+        )
+        for layer, facet in itertools.product(self.layers, self.facets):
+            # A facet may be a view of other memory, so it is copied.
+            replaced = features[layer][facet].index_copy(0, chosen, exact[layer][facet])
+            features[layer][facet] = replaced
+        sums[:, chosen] = exact_sums
+        before = self.num_recomputed
+        self.num_recomputed += len(chosen)
+        # Print a message after 1, 2, 4, 8, ... images.
+        if self.num_recomputed.bit_length() > before.bit_length():
+            say(
+                f"{self.encoder.name}: images whose features exceed the range of float16 and are "
+                f"computed in float32: {self.num_recomputed}"
+            )
+
+    @torch.no_grad()
+    def extract_in_one_precision(
+        self, images: Float[Tensor, "batch 3 height width"], dtype: torch.dtype | None = None
+    ) -> tuple[Features, Float[Tensor, "features batch"]]:
+        """Extract features like `extract_unchecked`, but do not recompute features in float32.
+
+        Args:
+            images: RGB images with values in [0, 1].
+            dtype: Precision of the forward pass. By default, it is that of the extractor.
+        """
+        dtype = dtype or self.dtype
         while True:
             batch = max(1, min(self._max_batch, len(images)))
             try:
-                parts = [self._extract_batch(part) for part in images.split(batch)]
+                parts = [self._extract_batch(part, dtype) for part in images.split(batch)]
                 break
             except RuntimeError as error:
                 if batch == 1 or not is_out_of_memory(error):
@@ -205,7 +253,7 @@ class FeatureExtractor:
         return joined, torch.cat([sums for _, sums in parts], 1)
 
     def _extract_batch(
-        self, images: Float[Tensor, "batch 3 height width"]
+        self, images: Float[Tensor, "batch 3 height width"], dtype: torch.dtype
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
         images = (to_device(images, self.device).to(torch.float32) - self._mean) / self._std
         if self.pad:
@@ -218,7 +266,7 @@ class FeatureExtractor:
         with (
             evaluation_mode(self._module),
             self._install_hooks(captured, grids, len(images)),
-            autocast(self.device, self.dtype),
+            autocast(self.device, dtype),
             suppress(_DeepestLayerDone),
         ):
             self._module(images)
@@ -257,10 +305,11 @@ class FeatureExtractor:
             index, image = invalid[0].tolist()
             name = ids[image] if ids else f"image {image} of the batch"
             layer = self.layers[index // len(self.facets)]
+            is_half = self.dtype != torch.float32
             raise CheckpointError(
                 f"block {layer} of {self.encoder.name} has NaN or infinite features for {name}: "
-                "training diverged, or the encoder needs float32",
-                hint=("dtype=float32",),
+                f"training diverged{', or the encoder needs float32' if is_half else ''}",
+                hint=("dtype=float32",) if is_half else (),
             )
 
     def require_size(self, height: int, width: int) -> None:

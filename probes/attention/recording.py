@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ssl_bench.errors import UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder
-from ssl_bench.system.device import disable_autocast
+from ssl_bench.system.device import disable_autocast, to_host
 
 CLS = slice(0, 1)
 """Slice of the queries that contains only the [CLS] token."""
@@ -101,7 +101,9 @@ class AttentionRecorder:
         patches = (images.shape[-2] // stride) * (images.shape[-1] // stride)
         calls = _Calls(extractor.encoder.num_prefix_tokens + patches, self._queries)
         with _track_running_block(extractor, calls), calls:
-            extractor(images, ids)
+            # A second pass in float32 would record its weights, too.
+            _, sums = extractor.extract_in_one_precision(images)
+        extractor.require_finite(to_host([sums])[0], ids)
         return {layer: calls.get_weights(layer, extractor.encoder) for layer in extractor.layers}
 
 

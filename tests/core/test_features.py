@@ -219,6 +219,36 @@ def test_bfloat16_features_are_close_and_returned_as_float32():
         torch.testing.assert_close(lower[facet], exact[facet], rtol=0.1, atol=0.1)
 
 
+def test_images_beyond_the_range_of_float16_are_computed_in_float32(capsys):
+    encoder = ours()
+    # Products with these weights exceed 65504, except for an image of the mean colour.
+    weight: Any = encoder.module.get_submodule("patch_embed.proj").weight
+    weight.data *= 2e5
+    mean = torch.tensor(encoder.mean).view(1, 3, 1, 1).expand(1, 3, 16, 24)
+    bright = torch.rand(2, 3, 16, 24)
+    options: dict[str, Any] = {"layers": ALL, "facets": ("token", "cls", "key")}
+    half = FeatureExtractor(encoder, dtype=torch.float16, **options)
+    exact = FeatureExtractor(encoder, **options)
+
+    found, sums = half.extract_unchecked(torch.cat([bright[:1], mean, bright[1:]]))
+
+    assert not half.extract_in_one_precision(bright)[1].isfinite().any()
+    expected, expected_sums = exact.extract_unchecked(bright)
+    of_mean, _ = half.extract_unchecked(mean)
+    for layer, by_facet in found.items():
+        for facet, values in by_facet.items():
+            assert torch.equal(values[[0, 2]], expected[layer][facet])
+            torch.testing.assert_close(values[[1]], of_mean[layer][facet])
+    assert torch.equal(sums[:, [0, 2]], expected_sums)
+    assert not torch.equal(of_mean[2]["key"], exact(mean)[2]["key"])
+    # A message gives the number of images after 1, 2, 4, 8, ... of them.
+    for _ in range(3):
+        half(bright[:1])
+    assert half.num_recomputed == 5
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.findall(r"\d+", line) for line in lines] == [["16", "32", "2"], ["16", "32", "4"]]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_features_on_a_gpu_equal_those_on_a_cpu():

@@ -29,7 +29,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import DataError, UnfitEncoder
+from ssl_bench.errors import CheckpointError, DataError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, save_encoder
 from ssl_bench.models.loading.timm_encoder import timm_encoder
@@ -200,6 +200,17 @@ def test_multihead_attention_of_torch_gives_a_map_and_keeps_its_output():
     x, attention = outputs["x"], layer.attention
     expected = attention(x, x, x, average_attn_weights=False)[1]
     torch.testing.assert_close(weights[1], expected)
+
+
+def test_attention_beyond_the_range_of_float16_is_refused():
+    # Features would be computed again in float32, but each block must compute attention once.
+    encoder = mixing_encoder(fused_attention)
+    weights = dict(encoder.module.named_parameters())
+    next(w for name, w in weights.items() if name.endswith("embed.weight")).data *= 2e5
+    extractor = FeatureExtractor(encoder, layers=[0, 1], dtype=torch.float16)
+    with pytest.raises(CheckpointError) as caught:
+        AttentionRecorder(extractor)(torch.rand(1, 3, 32, 32))
+    assert caught.value.hint == ("dtype=float32",)
 
 
 def windowed_attention(q, k, v):
