@@ -58,6 +58,8 @@ _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 # Largest absolute number in a config.json.
 _LARGEST = 1e9
 # 8-bit floats are refused, because their scale factors are stored in separate tensors.
+# Brackets that are nested too deeply raise RecursionError.
+_JSON_ERRORS = (json.JSONDecodeError, RecursionError)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
 # Zip files that were not written by torch.save: pattern of a file inside the zip file, description,
@@ -180,7 +182,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
     text = metadata.get("strides", "[]")
     try:
         strides = json.loads(text)
-    except json.JSONDecodeError:
+    except _JSON_ERRORS:
         strides = None
     if not isinstance(strides, list) or not all(type(n) is int and n > 0 for n in strides):
         raise CheckpointError(f"{path} states strides that are not positive integers: {text[:80]}")
@@ -215,24 +217,23 @@ def is_own_checkpoint(path: Path) -> bool:
 
 
 def _read_normalization(path: Path, metadata: Mapping[str, str]) -> Normalization:
-    stated: list[tuple[float, float, float]] = []
-    for name, usual in zip(("mean", "std"), IMAGENET_NORMALIZATION, strict=True):
-        text = metadata.get(name, json.dumps(usual))
+    def read(name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
+        text = metadata.get(name, json.dumps(default))
         try:
-            red, green, blue = map(float, json.loads(text))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} states an image {name} that is not three numbers: {text[:80]}"
-            ) from error
-        stated.append((red, green, blue))
-    return stated[0], stated[1]
+            value = json.loads(text)
+        except _JSON_ERRORS:
+            value = text
+        return read_rgb({name: value}, name, path)
+
+    mean, std = IMAGENET_NORMALIZATION
+    return read("mean", mean), read("std", std)
 
 
 def _read_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
     try:
         kind = metadata.get("kind", _UNNAMED_KIND)
         return config_from_dict(kind, json.loads(metadata["config"]))
-    except (KeyError, TypeError, json.JSONDecodeError, ConfigurationError) as error:
+    except (KeyError, TypeError, ConfigurationError, *_JSON_ERRORS) as error:
         raise CheckpointError(
             f"{path} contains a model configuration that cannot be read ({error}). Use the "
             "version of ssl-bench that wrote the file"
@@ -365,7 +366,7 @@ def read_rgb(content: Mapping[str, Any], key: str, path: Path) -> tuple[float, f
     if not is_rgb or (key.endswith("std") and min(numbers) <= 0):
         raise CheckpointError(
             f"{path}: expected {key} to be three numbers, which must be above 0 for a standard "
-            f"deviation, got {value!r}. Download the file again"
+            f"deviation, got {value!r:.80}. Download the file again"
         )
     red, green, blue = map(float, numbers)
     return red, green, blue

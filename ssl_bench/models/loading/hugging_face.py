@@ -154,7 +154,7 @@ def _find_file(folder: Path, names: Sequence[str]) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). Download it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} contains a {type(content).__name__}, expected an object")
