@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, default=BLOCKS, help="number of blocks, evenly spaced"
     )
-    parser.add_argument("--name", help="name of the encoder in the caption")
+    parser.add_argument("--name", help="name of the encoder in the caption (default: CHECKPOINT)")
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
     caption = f"blocks of {options.name or options.checkpoint}"

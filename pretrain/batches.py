@@ -153,7 +153,7 @@ class BatchChunks(Dataset[Any]):
 
 
 class SampleKey(NamedTuple):
-    """Key of one crop operation: the epoch, the index of the image, and the repeat.
+    """Key of one use of an image in training: the epoch, the index of the image, and the repeat.
 
     The repeat distinguishes the uses of an image in the same epoch. All three numbers are counted
     from 0.

@@ -214,7 +214,8 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
         new.replace(current)
     except OSError as error:
         raise MachineError(
-            f"cannot rename {new}: {error.strerror or error}. Make sure that its folder is writable"
+            f"cannot rename {new} to {current}: {error.strerror or error}. Make sure that no other "
+            "program uses these files"
         ) from error
 
 
@@ -252,7 +253,7 @@ def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path
             problems.append(f"{path.name} is truncated or changed")
     raise CheckpointError(
         f"{folder} has no complete training state ({'; '.join(problems) or 'no file exists'}). "
-        "The run cannot be resumed, so start a new one",
+        "The run cannot be resumed. Start a new one without --resume or --extend",
         hint=_START_AGAIN,
     )
 
@@ -306,7 +307,8 @@ def unusable_state_error(path: Path, problem: str) -> CheckpointError:
     The message is the path, followed by `problem`, such as "lacks 'step'".
     """
     return CheckpointError(
-        f"{path} {problem}. Use the version of ssl-bench that wrote it, or start a new run",
+        f"{path} {problem}. Use the version of ssl-bench that wrote it, or start a new run without "
+        "--resume or --extend",
         hint=_START_AGAIN,
     )
 

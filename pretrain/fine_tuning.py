@@ -125,8 +125,8 @@ def _require_same_architecture(
     if not isinstance(module, type(encoder)):
         raise ConfigurationError(
             f"init_from={address} is loaded as a {type(module).__name__}, but the run trains a "
-            f"{type(encoder).__name__} of this suite. If the address has a prefix such as timm:, "
-            "remove it. Otherwise, train another model"
+            f"{type(encoder).__name__} of this suite. If the address ends in @FILE, set init_from "
+            "to FILE. Otherwise, train another model"
         )
     may_differ = {"image_size", *config.training_fields}
     if isinstance(config, ViTConfig) and config.position_embedding == "sinusoidal":

@@ -63,7 +63,7 @@ class Monitor:
     """Options of the evaluation during a training run. By default nothing is evaluated.
 
     Attributes:
-        root: Folder with `train/CLASS/PICTURE` and `val/CLASS/PICTURE`, with `CLASS/PICTURE`, or
+        root: Folder with `train/CLASS/IMAGE` and `val/CLASS/IMAGE`, with `CLASS/IMAGE`, or
             with `train/*.tar` and `val/*.tar`. The default is `data.root`.
         train_split: Split of the training images. The default is `train`.
         val_split: Split of the validation images. The default is `val`, or `test` if there is no
@@ -139,7 +139,7 @@ class Monitor:
         if root is None:
             raise ConfigurationError(
                 "the monitor evaluates the encoder on labelled images, and expects a folder with "
-                "train/CLASS/PICTURE",
+                "train/CLASS/IMAGE",
                 hint=("monitor.root={folder}",),
             )
         layout = WebDataset if is_webdataset(root) else ClassFolders
@@ -172,7 +172,12 @@ class Monitor:
                 raise ConfigurationError(
                     "monitor.accuracy_epochs evaluates a classification head, but this objective "
                     "trains none",
-                    hint=("objective=supervised", "or", "monitor.knn_epochs={number}"),
+                    hint=(
+                        "objective=supervised",
+                        "or",
+                        "monitor.accuracy_epochs=null",
+                        "monitor.knn_epochs={number}",
+                    ),
                 )
             if images.class_names != val.class_names:
                 raise ConfigurationError(

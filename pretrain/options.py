@@ -249,7 +249,7 @@ class TrainOptions:
         if self.schedule == "triangular" and self.warmup_epochs is not None:
             raise ConfigurationError(
                 "train.schedule=triangular has no separate warm-up, because its learning rate "
-                "already rises during the first two fifths of the run. It expects no warm-up, got "
+                "already rises during the first two fifths of the run, got "
                 f"train.warmup_epochs={self.warmup_epochs:g}",
                 hint=("train.warmup_epochs=null",),
             )

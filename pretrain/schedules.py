@@ -31,7 +31,8 @@ class Timeline:
         if self.total_steps < 1 or self.steps_per_epoch < 1:
             raise ConfigurationError(
                 f"a run needs at least one step, got {self.total_steps} steps with "
-                f"{self.steps_per_epoch} steps per epoch. Increase train.epochs or train.max_steps"
+                f"{self.steps_per_epoch} steps per epoch. Increase train.epochs or train.max_steps "
+                "or reduce train.batch_size"
             )
 
     def get_epoch(self, step: int) -> int:

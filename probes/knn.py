@@ -187,8 +187,8 @@ class KNN(Probe):
         if max(self.neighbours) > num_images:
             neighbours = ",".join(map(str, self._limit_neighbours(num_images)))
             raise ConfigurationError(
-                f"probe.neighbours must be at most {num_images}, the number of training images "
-                f"that are used of {train.name} {train.split}, got {max(self.neighbours)}",
+                f"probe.neighbours must be at most {num_images}, the number of images "
+                f"that are used from {train.name} {train.split}, got {max(self.neighbours)}",
                 hint=("--task", "knn", f"probe.neighbours=[{neighbours}]"),
             )
         return split.indices

@@ -115,9 +115,9 @@ class BrokenFile(MachineError):
 
 
 class Preempted(SslBenchError):
-    """Raised if a scheduler such as SLURM stops a pretraining run by a signal.
+    """Raised if a signal stops a pretraining run, for example SIGUSR1 from SLURM.
 
-    Run the command again with `--resume` to continue the saved run.
+    Unless the message says otherwise, run the command again with `--resume` to continue the run.
     """
 
     exit_code = 75

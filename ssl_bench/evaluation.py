@@ -361,7 +361,8 @@ class Probe:
     def serves(self, other: "Probe") -> bool:
         """Return whether `run` can also compute encoder outputs that a later probe needs.
 
-        If so, `ProbeContext.later` contains `other`, provided that both must score the same blocks.
+        If so, and if the same blocks are still missing for both probes, `ProbeContext.later`
+        contains `other`.
 
         Args:
             other: A probe that the same command runs after this one.
@@ -619,7 +620,7 @@ def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score
     """Return a score without data that should not be stored.
 
     A confidence interval is removed if it does not contain the score's value, and a message says
-    so. Per-image contributions are removed if the score is not a percentage.
+    so. The values of single images are removed if the score is not a percentage.
     """
     if score.ci95 and not interval_contains(score.ci95, score.value):
         low, high = score.ci95

@@ -180,7 +180,8 @@ class FeatureExtractor:
         """Extract features like `__call__`, but do not check that they are finite.
 
         To check them, copy the returned sums to the CPU and pass them to `require_finite`. If you
-        copy them together with other data, the CPU waits for the GPU only once.
+        copy them together with other data, the CPU waits for the GPU only once. With float16, it
+        waits once more, to find images beyond the range of float16.
 
         If memory runs out, the batch size is halved for this call and all later calls. If an image
         has features that are not finite in float16, they are computed again in float32.
@@ -292,24 +293,28 @@ class FeatureExtractor:
         return ordered, torch.stack(sums)
 
     def require_finite(
-        self, sums: Float[Tensor, "features batch"], ids: Sequence[str] = ()
+        self,
+        sums: Float[Tensor, "features batch"],
+        ids: Sequence[str] = (),
+        *,
+        hint: Sequence[str] = (),
     ) -> None:
         """Raise a CheckpointError if any feature is not finite.
 
         Args:
             sums: Sums of features that `extract_unchecked` returned, in host memory.
             ids: Names of the images for the error message.
+            hint: Setting of another precision that may help, for the error message.
         """
         invalid = (~sums.isfinite()).nonzero()
         if len(invalid):
             index, image = invalid[0].tolist()
             name = ids[image] if ids else f"image {image} of the batch"
             layer = self.layers[index // len(self.facets)]
-            is_half = self.dtype != torch.float32
             raise CheckpointError(
                 f"block {layer} of {self.encoder.name} has NaN or infinite features for {name}: "
-                f"training diverged{', or the encoder needs float32' if is_half else ''}",
-                hint=("dtype=float32",) if is_half else (),
+                f"training diverged{', or the encoder needs another precision' if hint else ''}",
+                hint=hint,
             )
 
     def require_size(self, height: int, width: int) -> None:

@@ -84,6 +84,7 @@ class ProbeRequest:
             from ssl_bench.system.device import parse_device
 
             parse_device(device)
+        task, dataset = task.strip(), dataset.strip()
         tasks = parse_names("task", task, choices("probe"))
         if task == "all":
             tasks = _drop_broken_tasks(tasks)
@@ -112,7 +113,7 @@ def parse_datasets(text: str) -> list[str]:
 
     The names are checked. The text "all" stands for all datasets.
     """
-    if text == "all":
+    if text.strip() == "all":
         return choices("dataset")
     names = [part.strip() for part in text.split(",")]
     for name in names:

@@ -554,10 +554,10 @@ def _compute_q(
     12 matrices with 1,536 rows. The Cholesky factorisation of the matrix products takes 8 ms for
     the whole stack.
 
-    The columns have very different lengths after a power iteration, so they are scaled first. While
-    there have been fewer gradients than rows, the columns are linearly dependent, and a single
-    factorisation would fail. Three factorisations with a shift (a small number added to the
-    diagonal) therefore precede one without.
+    The columns have very different lengths after a power iteration, so they are scaled first. In
+    early steps, the statistics may not have full rank. The columns are then linearly dependent,
+    and a single factorisation would fail. Three factorisations with a shift (a small number added
+    to the diagonal) therefore precede one without.
 
     Source: shifted Cholesky QR, Fukaya et al., https://arxiv.org/abs/1809.11085.
     """

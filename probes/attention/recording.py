@@ -103,7 +103,8 @@ class AttentionRecorder:
         with _track_running_block(extractor, calls), calls:
             # A second pass in float32 would record its weights, too.
             _, sums = extractor.extract_in_one_precision(images)
-        extractor.require_finite(to_host([sums])[0], ids)
+        hint = ("dtype=float32",) if extractor.dtype == torch.float16 else ()
+        extractor.require_finite(to_host([sums])[0], ids, hint=hint)
         return {layer: calls.get_weights(layer, extractor.encoder) for layer in extractor.layers}
 
 

@@ -317,7 +317,7 @@ class Conditioning(Probe):
 
 
 def _initialise(encoder: Encoder, seed: int) -> Encoder:
-    """Return a copy of the encoder with the random weights with which a run starts.
+    """Return a copy of the encoder with new initial weights, as at the start of a run.
 
     The encoder must be a checkpoint of `ssl-bench pretrain`.
 

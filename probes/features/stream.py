@@ -45,9 +45,10 @@ def map_ahead(
 
     Args:
         function: Function to call for each item.
-        items: Arguments of the function, one for each call. An item is read when its call starts.
+        items: Arguments of the function, one for each call. An item is read when its call is
+            submitted to the threads.
         workers: Number of threads.
-        max_ahead: Maximum number of calls that are started before their results are needed.
+        max_ahead: Maximum number of calls that are submitted before their results are needed.
     """
     pool = ThreadPoolExecutor(workers)
     try:
@@ -86,7 +87,7 @@ def extract(
     """Compute the features of each layer for a batch, and sums that show whether they are finite.
 
     Unless the images are on a CUDA GPU, the sums are checked here. For a GPU, `fetch_finite` checks
-    them later, so that the CPU does not wait for the GPU twice.
+    them later, so that the CPU does not wait for the GPU twice. With float16, it waits once more.
 
     Args:
         extractor: Extractor of one facet (kind of feature).

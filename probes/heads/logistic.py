@@ -134,7 +134,7 @@ class LogisticRegression(Training):
         num_weights = spec.classes * dim
 
         def make_heads(source: int, values: _Values) -> LinearHeads:
-            """Build the heads that read one source of features (a layer and facet).
+            """Build the heads that read one source (group of layers).
 
             Each row of `values` has the parameters of a head.
             """

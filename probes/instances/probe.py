@@ -205,7 +205,7 @@ class Instances(Probe):
             )
         if not encoder.any_size and set(self.scales) != {1.0}:
             raise UnfitEncoder(
-                f"{encoder.name} accepts images of one size only, but probe.scales sets more",
+                f"{encoder.name} accepts images of one size only, so probe.scales must be [1.0]",
                 hint=("probe.scales=[1.0]",),
             )
 
@@ -406,8 +406,9 @@ class Instances(Probe):
                 return queries
         raise DataError(
             f"no query of {images.name} {images.split} has a matching image among the selected "
-            "ones. Use all images, or only the first ones, where matches follow each other",
-            hint=("data.limit=null", "data.first=200"),
+            "ones. Use all images, or the first images of the dataset, as matching images often "
+            "follow each other",
+            hint=("data.limit=null", "or", "data.limit=null", "data.first=200"),
         )
 
     def _draw_queries(self, images: ImageSet, queries: Sequence[Query]) -> list[int]:

@@ -158,7 +158,7 @@ class Plan:
         if missing and "data.root" not in self.options.run_values:
             name = min(missing)
             raise ConfigurationError(
-                f"{full_name(self.table)} trains on {name}, but no folder is given for {name}",
+                f"{full_name(self.table)} trains on {name}, but its folder is not given",
                 hint=(
                     "data.root={folder}",
                     "or",

@@ -115,9 +115,8 @@ def _check_options(options: argparse.Namespace) -> None:
         }
         if given := [name for name, value in selecting.items() if value not in (None, "all")]:
             raise ConfigurationError(
-                f"--{given[0]} selects among stored scores, but --over-steps prints training logs, "
-                "whose measures --metric selects",
-                hint=("--metric", "loss"),
+                f"--{given[0]} selects among stored scores, but --over-steps prints training logs. "
+                f"Leave out --{given[0]}, and select measures such as loss with --metric"
             )
     if options.encoders and not options.paper:
         raise ConfigurationError(

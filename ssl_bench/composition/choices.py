@@ -214,7 +214,7 @@ def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence
 
 def parse_names(kind: str, text: str, valid: list[str]) -> list[str]:
     """Split a comma-separated list of names, and check each name. "all" stands for all names."""
-    if text == "all":
+    if text.strip() == "all":
         return valid
     names = [name.strip() for name in text.split(",")]
     allowed = [*valid, "all"] if len(names) == 1 else valid
@@ -278,8 +278,8 @@ def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Exp
         )
     if unknown := [key for key in values if key not in _RUN_KEYS]:
         raise ConfigurationError(
-            f"{file}: run {stem} expects the keys {', '.join(_RUN_KEYS)} (and a name of a-z, 0-9 "
-            f"and _), got {unknown}"
+            f"{file}: run {stem} expects the keys {', '.join(_RUN_KEYS)}, got "
+            f"{', '.join(map(str, unknown))}"
         )
     arms: dict[str, Any] = {"": {}, **(values.get("arms") or {})}
     for arm, changes in arms.items():

@@ -119,8 +119,8 @@ def _trace_stages(model: Any, names: Sequence[str], size: tuple[int, int]) -> li
         stride = size[0] // rows
         if size != (rows * stride, cols * stride):
             raise UnsupportedBlocks(
-                f"{name} returns {rows} x {cols} features for images of {size} pixels, so its "
-                "patches are not equal squares"
+                f"{name} returns {rows} x {cols} features for images of {size[0]} x {size[1]} "
+                "pixels, so its patches are not equal squares"
             )
         used = {*names, *(block for stage in stages for block in stage.blocks)}
         blocks = _divide_stage(model, name, outputs, used)

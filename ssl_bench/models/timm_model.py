@@ -166,8 +166,8 @@ class TimmEncoder(TimmBackbone, EncoderModule):
         stem: Any = getattr(self.model, "stem", None)
         if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
             raise ConfigurationError(
-                "expected a ConvNeXt whose stem is one convolution over separate patches, but "
-                f"model.name={config.name} has another stem",
+                "expected a ConvNeXt whose stem is one convolution over non-overlapping patches, "
+                f"but model.name={config.name} has another stem",
                 hint=("model.name=convnext_atto",),
             )
         coarsest = max(shape_of_model(self.model).strides)

@@ -327,7 +327,7 @@ def _format_tick(value: float) -> str:
 
 
 def _omit_crowded(ticks: Sequence[Tick]) -> list[Tick]:
-    """Return the ticks without those whose label would overlap the label of the previous tick."""
+    """Return the ticks whose label does not overlap that of the last tick that was kept."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
         if tick.position - kept[-1].position >= _LETTER_WIDTH * len(tick.label) + 4:

@@ -276,9 +276,9 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 
 
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the path of each picture by its title.
+    """Return each value of `files` by the title of its picture.
 
-    `files` contains the paths by file name without suffix. A title is such a name without the
+    The keys of `files` are file names without suffix. A title is such a name without the
     digest at its end (see `figure_title`). If two titles are equal, all keys are names instead.
     """
     titles = {figure_title(name): file for name, file in files.items()}

@@ -83,7 +83,8 @@ def write_report(report: Report, folder: Path) -> None:
     """Write all pages and copy the pictures. An older report is only replaced at the end.
 
     Raises:
-        ConfigurationError: The folder is not empty, but contains no report.
+        ConfigurationError: The folder is not empty and contains no report, or it contains a file
+            that is not part of its report.
         MachineError: The folder cannot be written. An older report is kept.
     """
     environment = Environment(
@@ -156,7 +157,8 @@ def require_replaceable(folder: Path) -> None:
 def _find_other_file(folder: Path) -> str | None:
     """Return the name of a file in a report's folder that is not part of the report, if any.
 
-    Hidden files are ignored, because file managers create them.
+    Hidden files are ignored, because file managers create them. Files in hidden folders, such as
+    .git, are not ignored.
     """
     try:
         known = json.loads((folder / REPORT_MARK).read_text())["files"]

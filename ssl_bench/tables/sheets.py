@@ -235,7 +235,8 @@ def _format_latex(sheet: Sheet) -> str:
 def _emphasise(cell: Cell, bold: str, escape: Callable[[str], str], underline: str = "{}") -> str:
     """Return the escaped text of a cell: the best score in bold, the second-best underlined.
 
-    `bold` and `underline` are format strings such as "**{}**".
+    `bold` and `underline` are format strings such as "**{}**". By default, the second-best score is
+    not underlined.
     """
     value, space, dagger = cell.text.partition(" †")
     emphasis = bold if cell.is_best else underline if cell.is_second else "{}"

@@ -165,8 +165,11 @@ OTHER_SIZE = "pos_embed is 1 x 785 x 64, expected 1 x 197 x 64"
         ({"model_args": SMALL, "pretrained_cfg": {"input_size": [3, 224, 224]}}, OTHER_SIZE),
         ({"model_args": [1]}, "model_args=[1], expected an object"),
         ({"pretrained_cfg": {"input_size": [3, 224]}}, "expected [3, HEIGHT, WIDTH]"),
-        ({"pretrained_cfg": {"mean": [0.5]}}, "expected mean to be three numbers"),
-        ({"pretrained_cfg": {"std": [0, 0, 0]}}, "expected std to be three numbers"),
+        ({"pretrained_cfg": {"mean": [0.5]}}, "expected mean to be one or three numbers"),
+        (
+            {"pretrained_cfg": {"std": [0, 0, 0]}},
+            "expected std to be one or three positive",
+        ),
     ],
 )
 def test_an_inconsistent_timm_folder_is_refused(tmp_path, config, problem):

@@ -180,7 +180,8 @@ class PassCounter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_task: dict[str, collections.Counter[bytes]] = {}
-        run, extract, task = Evaluation.run, FeatureExtractor.extract_unchecked, list[str]()
+        run, extract = Evaluation.run, FeatureExtractor.extract_in_one_precision
+        task = list[str]()
 
         def run_task(evaluation: Evaluation, *values: Any, **options: Any) -> Any:
             task[:] = [display_name(evaluation.probe)]
@@ -192,7 +193,7 @@ class PassCounter:
             return extract(extractor, images)
 
         monkeypatch.setattr(Evaluation, "run", run_task)
-        monkeypatch.setattr(FeatureExtractor, "extract_unchecked", count_images)
+        monkeypatch.setattr(FeatureExtractor, "extract_in_one_precision", count_images)
 
     def times(self, task: str) -> list[int]:
         return sorted(self.by_task[task].values())

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float64, Integer, UInt8
 
-from ssl_bench.composition.fields import MaskValue
+from ssl_bench.composition.fields import MaskValue, format_value
 from ssl_bench.data.files.file_sets import LabelMap, validate_boxes
 from ssl_bench.data.files.fingerprints import ReadOptions, map_in_threads
 from ssl_bench.data.samples import (
@@ -414,8 +414,9 @@ class IndexedDataset(Layout):
         ignored = {*self._ignored}
         if len({*numbers}) != num_classes or ignored & {*numbers}:
             raise ConfigurationError(
-                f"dataset.numbers expects {num_classes} different numbers, one for each class, and "
-                f"no number of dataset.ignored={sorted(ignored)}, got {numbers}"
+                f"dataset.numbers must be {num_classes} different numbers, one per class and none "
+                f"of dataset.ignored, got dataset.numbers={format_value(numbers)} and "
+                f"dataset.ignored={format_value(sorted(ignored))}"
             )
         classes: dict[int, int] = {number: index for index, number in enumerate(numbers)}
         hint = "set dataset.class_names, dataset.numbers or dataset.ignored"

@@ -43,9 +43,11 @@ class WebDataset(ClassificationSplits):
         root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. If there
             are training and validation images, it must be a folder.
         train_split: Folder or pattern of the training images below `root`. By default, it is the
-            folder `train`, or the files with `train` in their names.
+            folder `train`, or the tar files with `train` in their names, unless a lower-case letter
+            precedes it.
         val_split: Folder or pattern of the scored images below `root`. By default, it is the folder
-            `val`, or the files with `val` in their names. If neither exists, `test` replaces `val`.
+            `val`, or the tar files with `val` in their names, as above. If neither exists, `test`
+            replaces `val`.
     """
 
     name: str = "webdataset"
@@ -128,7 +130,8 @@ class WebDataset(ClassificationSplits):
         Args:
             split: Folder or pattern below the root, or None to search for `names`.
             names: Usual names of the split, such as "val" and "test", the preferred name first. A
-                name is a folder, or a part of the names of tar files.
+                name is a folder, or occurs in the names of tar files, where no lower-case letter
+                precedes it.
         """
         if not self._root.is_dir():
             raise DataError(
@@ -140,7 +143,8 @@ class WebDataset(ClassificationSplits):
         if shards := self._find(names):
             return shards
         raise DataError(
-            f"{self._root} has neither {names[0]}/*.tar nor *{names[0]}*.tar",
+            f"{self._root} has no folder {names[0]}, and no tar file with a name such as "
+            f"{names[0]}-000.tar",
             hint=_CHOOSE_SPLITS,
         )
 
@@ -148,7 +152,7 @@ class WebDataset(ClassificationSplits):
         for name in names:
             if (self._root / name).is_dir():
                 return find_shards(self._root / name)
-            # "val" occurs in "imagenet1k-validation-00.tar", but not as a word in "interval-0.tar".
+            # "val" matches "imagenet1k-validation-00.tar", but not "interval-0.tar".
             word = re.compile(f"(?<![a-z]){name}")
             if shards := [p for p in sorted(self._root.glob("*.tar")) if word.search(p.name)]:
                 return shards

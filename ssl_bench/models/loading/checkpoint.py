@@ -57,9 +57,9 @@ _SMALL_FILE = 2**20
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 # Largest absolute number in a config.json.
 _LARGEST = 1e9
-# 8-bit floats are refused, because their scale factors are stored in separate tensors.
 # Brackets that are nested too deeply raise RecursionError.
 _JSON_ERRORS = (json.JSONDecodeError, RecursionError)
+# 8-bit floats are refused, because their scale factors are stored in separate tensors.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
 # Zip files that were not written by torch.save: pattern of a file inside the zip file, description,
@@ -364,9 +364,10 @@ def read_rgb(content: Mapping[str, Any], key: str, path: Path) -> tuple[float, f
     numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * 3
     is_rgb = len(numbers) == 3 and all(map(is_number, numbers))
     if not is_rgb or (key.endswith("std") and min(numbers) <= 0):
+        what = "positive numbers" if key.endswith("std") else "numbers"
         raise CheckpointError(
-            f"{path}: expected {key} to be three numbers, which must be above 0 for a standard "
-            f"deviation, got {value!r:.80}. Download the file again"
+            f"{path}: expected {key} to be one or three {what}, got {value!r:.80}. Use the "
+            "original file"
         )
     red, green, blue = map(float, numbers)
     return red, green, blue

@@ -92,7 +92,7 @@ def load_foreign(
         if description is None and any(key.startswith("embeddings.") for key in names):
             raise CheckpointError(
                 f"{path} has the layout of the transformers library, which states the number of "
-                "heads in config.json. Save the weights with config.json by "
+                "heads in config.json. Save the weights and config.json with "
                 f"model.save_pretrained({str(path.parent)!r}), and load the folder",
                 hint=("--checkpoint", f"local-dir:{escape_braces(str(path.parent))}"),
             )
