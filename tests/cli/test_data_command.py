@@ -80,6 +80,7 @@ def test_every_dataset_has_a_licence_and_a_source():
         assert one.published.url == torchvision_voc.DATASET_YEAR_DICT[year]["url"]
 
 
+@pytest.mark.slow
 def test_datasets_are_listed_together_and_alone(capsys):
     assert main(["data", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()

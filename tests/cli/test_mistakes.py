@@ -148,6 +148,7 @@ def test_missing_numbers_of_a_post_norm_module_are_not_pending(workdir, capsys):
     assert "15 finished, 0 pending" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_task_all_reports_each_task_that_it_skips(workdir, capsys, mixer):
     class_folders(workdir / "classes")
     words = [*mixer, "class_folders", "--data-root", "classes", "--limit", "2", "--task"]

@@ -105,6 +105,7 @@ def test_a_baseline_that_a_probe_cannot_evaluate_is_left_out_unless_requested(wo
     assert "colours" in expect_error(capsys, [*words, "--checkpoint", "colours:16"], 2)
 
 
+@pytest.mark.slow
 def test_an_encoder_with_a_common_file_name_is_named_after_its_folder(workdir, capsys):
     for folder, dim in (("one", 64), ("other", 128)):
         (workdir / folder).mkdir()

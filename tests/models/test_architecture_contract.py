@@ -185,6 +185,7 @@ def test_a_timm_model_uses_the_graying_of_another_package():
     assert torch.equal(inputs[1], inputs[0] / 2)
 
 
+@pytest.mark.slow
 def test_an_encoder_of_another_package_is_trained_and_probed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     class_folders(tmp_path / "photos")

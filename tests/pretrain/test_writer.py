@@ -52,6 +52,7 @@ def steps(monkeypatch) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_steps_do_not_change_a_state_that_is_being_written(workdir, monkeypatch, steps):
     words = ["optimizer=soap", "optimizer.precondition_frequency=2", EVERY_EPOCH]
     usual, written = checkpoints.save_state, {}

@@ -177,6 +177,7 @@ def test_constant_features_are_flagged(root):
     assert score.details["constant_features"]
 
 
+@pytest.mark.slow
 def test_one_training_class_is_refused_and_missing_classes_are_counted(root):
     for pool in (FixedPooling(), AttentivePooling(queries=4)):
         with pytest.raises(DataError, match="class1") as error:

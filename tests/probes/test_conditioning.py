@@ -313,6 +313,7 @@ def test_modules_that_store_computed_tensors_are_scored(run):
     assert [r.value for r in stored] == [r.value for r in plain]
 
 
+@pytest.mark.slow
 def test_exhaustive_lanczos_iterations_record_the_exact_numbers(run):
     encoder, small = tiny(replace(TINY, dim=6)), {"layers": (1,), "num_images": 1}
     exact, lanczos = (

@@ -160,6 +160,7 @@ def test_different_ranks_for_all_boxes_give_the_precision_of_coco(seed):
     assert 5 < expected[0] < 95
 
 
+@pytest.mark.slow
 def test_ap_coco_orders_equal_boxes_as_in_the_file(capsys):
     known = [one for one in random_images(0, images=40) if len(one[0])]
     results = [result(found.tolist(), true.tolist()) for found, true in known]
