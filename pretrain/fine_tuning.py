@@ -124,9 +124,9 @@ def _require_same_architecture(
     module, config = source.module, encoder.config
     if not isinstance(module, type(encoder)):
         raise ConfigurationError(
-            f"init_from={address} is loaded as a {type(module).__name__}, but the run trains a "
-            f"{type(encoder).__name__} of this suite. If the address ends in @FILE, set init_from "
-            "to FILE. Otherwise, train another model"
+            f"the model of init_from={address} is a {type(module).__name__}, expected a "
+            f"{type(encoder).__name__} as in this run. If init_from is timm:NAME@FILE, use "
+            "only FILE"
         )
     may_differ = {"image_size", *config.training_fields}
     if isinstance(config, ViTConfig) and config.position_embedding == "sinusoidal":
@@ -142,8 +142,9 @@ def _require_same_architecture(
         expected = " ".join(f"model.{name}={_format_value(ours)}" for name, ours, _ in wrong)
         actual = " ".join(f"model.{name}={_format_value(theirs)}" for name, _, theirs in wrong)
         raise ConfigurationError(
-            f"init_from={address} has another architecture: expected {expected}, got {actual}. "
-            "Train a model with the checkpoint's values, or start from another checkpoint"
+            f"the model of init_from={address} differs from that of this run: expected {expected}, "
+            f"got {actual}. Set these keys to the values of the checkpoint, or use another "
+            "checkpoint"
         )
     return module
 

@@ -248,9 +248,9 @@ class TrainOptions:
         check_fields(self, "train")
         if self.schedule == "triangular" and self.warmup_epochs is not None:
             raise ConfigurationError(
-                "train.schedule=triangular has no separate warm-up, because its learning rate "
-                "already rises during the first two fifths of the run, got "
-                f"train.warmup_epochs={self.warmup_epochs:g}",
+                f"train.warmup_epochs={self.warmup_epochs:g} cannot be combined with "
+                "train.schedule=triangular, whose learning rate already rises during the first two "
+                "fifths of the run",
                 hint=("train.warmup_epochs=null",),
             )
         late = [epoch for epoch in self.keep_epochs or () if epoch > self.epochs]

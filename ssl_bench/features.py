@@ -202,7 +202,10 @@ class FeatureExtractor:
         features: Features,
         sums: Float[Tensor, "features batch"],
     ) -> None:
-        """Replace the features of images for which `sums` is not finite by those in float32."""
+        """Replace features that are not finite by features that are computed in float32.
+
+        An image has such features if a value in its column of `sums` is not finite.
+        """
         chosen = (~sums.isfinite()).any(0).nonzero().flatten()
         exact, exact_sums = self.extract_in_one_precision(
             images[chosen.to(images.device)], torch.float32

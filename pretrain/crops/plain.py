@@ -80,7 +80,7 @@ class ViewMaker(ABC):
 
 @dataclass(frozen=True)
 class PlainCrop(ViewMaker):
-    """A random resized crop and a random horizontal flip, without labels or colour changes.
+    """A random resized crop with a random horizontal flip. Colours are not changed.
 
     Attributes:
         scale: Minimum and maximum area of the crop, as a fraction of the image's area.

@@ -178,7 +178,7 @@ class SOAP(torch.optim.Optimizer):
                     )
 
     def _update_stacks(self) -> None:
-        """Build the stacks of parameters again if other parameters have a gradient than before."""
+        """Stack the parameters again if the set of parameters that have a gradient has changed."""
         active = [
             [id(p) for p in group["params"] if p.grad is not None] for group in self.param_groups
         ]

@@ -79,7 +79,7 @@ class Copying(GeneratingObjective):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> "GeneratedStrings":
-        """Return an image set without image content, with one id for each string of an epoch."""
+        """Return an image set whose items are the numbers of the strings instead of images."""
         return GeneratedStrings()
 
     def build(

@@ -562,8 +562,8 @@ def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
 def mimetic_(model: Model, *, seed: int = 0, **options: Any) -> Model:
     """Initialise the blocks of a ViT in place so that they resemble trained blocks.
 
-    The weights are those of `MimeticInit`, whose fields are the options. The other arguments, the
-    result and the errors are those of `skipless_`.
+    `options` are fields of `MimeticInit`. See `skipless_` for the other arguments, the result and
+    the errors.
     """
     return _draw_blocks(model, "mimetic", seed, options)
 

@@ -140,7 +140,7 @@ def evidence_figures(root: Path) -> dict[str, Generator]:
 
 
 def probe_pages(root: Path) -> dict[str, Generator]:
-    """Return the functions that generate the pages about the cost of probes, by the page's path."""
+    """Return functions that generate pages with the cost of probes, by the path of the page."""
     from tests.benchmarks.cost import overview, probe_page, read_measurements
 
     tasks = read_measurements()["tasks"]

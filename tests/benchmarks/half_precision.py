@@ -83,7 +83,7 @@ def measure(records: list[Record]) -> list[dict[str, Any]]:
 
 
 def page(measurements: Mapping[str, Any]) -> str:
-    """Return the page with the tables of the changes, in percentage points."""
+    """Return a Markdown page with the change of each score in half precision."""
     lines = [
         "# float16 and bfloat16",
         "",

@@ -161,10 +161,9 @@ def plain(setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]
 
 
 def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
-    """Measure training steps of the plain loop, and of this suite with several options.
+    """Measure training steps of a plain loop in PyTorch, and of this suite with several options.
 
-    The training loops take turns, and each of them gets `turns` turns. Return one table row for
-    each loop.
+    The loops run in turn, each of them `turns` times. Return one table row for each loop.
     """
     groups = setting.groups()
     adamw, trainer = ours(setting, AdamW(), groups)

@@ -176,9 +176,9 @@ REQUIRED = {
 
 
 def can_be_typed(words: Sequence[str]) -> bool:
-    """Return whether a hint is valid on the command line.
+    """Return whether the words that an error message recommends are valid on the command line.
 
-    A hint is either a whole command, or arguments that at least one command must accept.
+    They are either a whole command, or arguments that at least one command must accept.
     """
     if words[0] == "ssl-bench":
         return is_accepted(words[1:])

@@ -188,7 +188,7 @@ def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: An
 
 
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
-    """Yield the row and the column of each table cell that must contain a score of ours.
+    """Yield the row and the column of each table cell that `reproduce` must fill with a score.
 
     Some columns have supervised scores or differences between scores. In these columns, a score is
     expected only if the row's run was trained on the column's dataset.

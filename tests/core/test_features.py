@@ -291,9 +291,9 @@ def test_invalid_layers_are_refused(layers):
 
 @pytest.fixture
 def limited_encoder():
-    """Yield an encoder that runs out of memory if a batch has more than two images.
+    """Yield an encoder that runs out of memory if a batch has more than two images, and a list.
 
-    The second item is a list to which the size of each batch is added.
+    The encoder appends the size of each batch to the list.
     """
     encoder, batch_sizes = ours(), []
 

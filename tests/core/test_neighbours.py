@@ -22,9 +22,9 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 def record_products(monkeypatch) -> list[int]:
-    """Return a list to which each search by full matrix products adds its number of queries.
+    """Return a list of numbers of queries. Each search by matrix products appends a number to it.
 
-    Such a search multiplies its queries by all stored vectors.
+    A search by matrix products multiplies its queries by all stored vectors.
     """
     rows, whole = [], neighbours._nearest_by_product
 

@@ -87,7 +87,7 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def names_device(device: Any) -> bool:
-    """Return whether a `device` argument of a torch function refers to the simulated device."""
+    """Return whether a `device` argument of a torch function means the simulated GPU."""
     if device is None:
         return False
     return isinstance(device, int) or torch.device(device).type == KIND[0]
@@ -548,7 +548,7 @@ def _call(func: Callable, args: Arguments, options: Options) -> Any:
 
 
 def _create(func: Callable, args: Arguments, options: Options, place: Place) -> Any:
-    """Call a function that creates a tensor, and record that the tensor is in `place`."""
+    """Call a function that creates a tensor, and record in which memory (`place`) the tensor is."""
     _check_generator(func, options, place)
     pinned = options.pop("pin_memory", False)
     if func in _CARRY_VALUES and (result := _upload_values(args, options, place)) is not None:
