@@ -220,8 +220,8 @@ class FeatureExtractor:
         # Print a message after 1, 2, 4, 8, ... images.
         if self.num_recomputed.bit_length() > before.bit_length():
             say(
-                f"{self.encoder.name}: images whose features exceed the range of float16 and are "
-                f"computed in float32: {self.num_recomputed}"
+                f"{self.encoder.name}: images beyond the range of float16, which are encoded in "
+                f"float32: {self.num_recomputed} so far"
             )
 
     @torch.no_grad()
