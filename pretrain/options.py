@@ -192,7 +192,8 @@ class TrainOptions:
             parameter tensor. With None, gradients are not clipped.
         global_norm: Clip the norm of all gradients together, instead of each tensor separately.
         precision: "auto" means bfloat16 on CUDA and float32 on other devices.
-        compile: Use torch.compile. The default is true on CUDA and false on other devices.
+        compile: Use torch.compile for the trained modules and the colour jitter. The default is
+            true on CUDA and false on other devices.
         deterministic: Use only operations with bitwise reproducible results, which are slower. A
             resumed run on a GPU is then bitwise identical to an uninterrupted run, as it always is
             on a CPU.
@@ -327,5 +328,5 @@ class TrainOptions:
         return self.precision == "bfloat16" or (self.precision == "auto" and device.type == "cuda")
 
     def uses_compile(self, device: torch.device) -> bool:
-        """Return whether the encoder is compiled by torch.compile."""
+        """Return whether torch.compile is used (see the attribute `compile`)."""
         return device.type == "cuda" if self.compile is None else self.compile

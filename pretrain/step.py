@@ -62,7 +62,7 @@ class Trainer:
         if uses_compile:
             for module in learner.compilable():
                 module.compile(dynamic=False)
-        # On a GPU, the augmentation of crops is compiled too, unless it is forced to be eager.
+        # On a GPU, the colour jitter of crops is compiled too, unless it is forced to be eager.
         self._is_eager = device.type == "cuda" and not uses_compile
         self.network = ranks.wrap(learner.student)
         self._recipe = recipe

@@ -122,7 +122,7 @@ class MaeLearner(Learner):
         """Compute the mean squared error of the pixels in the hidden patches.
 
         The patches to hide are drawn from PyTorch's global generator, which the trainer seeds at
-        each step. They depend on the number of micro-batches into which a batch is divided.
+        each step. They may depend on the number of micro-batches into which a batch is divided.
 
         Args:
             network: The student network, possibly wrapped for training on several devices.

@@ -118,7 +118,7 @@ def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> 
         # Without this flag, `pretrain` refuses to write to the folder of an existing run.
         resume = " with --resume" if "pretrain" in arguments[:1] else ""
         print(
-            f"ssl-bench: {event}. Finished work is saved. Run the same command again{resume} to "
+            f"ssl-bench: {event}. Saved work is kept. Run the same command again{resume} to "
             "continue",
             file=sys.stderr,
         )
