@@ -14,7 +14,15 @@ import torch
 import yaml
 from PIL import Image
 
-from pretrain.checkpoints import CONFIG, ENCODER, save_state
+from pretrain.checkpoints import (
+    CONFIG,
+    ENCODER,
+    LOG,
+    PREVIOUS,
+    STATE,
+    prepare_folder,
+    save_state,
+)
 from pretrain.crops.multi import MultiCrop
 from pretrain.optimizers.recipes import Soap
 from pretrain.plan import Pretraining
@@ -134,6 +142,21 @@ def test_overwrite_deletes_the_kept_encoders(kept, root, tmp_path):
     shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
     plan(root, epochs=1, keep_every=1).run(tmp_path, overwrite=True, device="cpu")
     assert [path.name for path in tmp_path.glob("epoch*.safetensors")] == ["epoch0001.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "name", [CONFIG, LOG, ENCODER, STATE, PREVIOUS, "state.new.pt", "epoch0003.safetensors"]
+)
+def test_every_file_of_a_run_is_kept_until_overwrite(tmp_path, name):
+    for file in (name, "notes.txt"):
+        (tmp_path / file).write_text("content")
+    with pytest.raises(ConfigurationError) as caught:
+        prepare_folder(tmp_path, resume=False, overwrite=False)
+    assert {"--resume", "--overwrite"} <= {*caught.value.hint}
+    prepare_folder(tmp_path, resume=True, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {name, "notes.txt"}
+    prepare_folder(tmp_path, resume=False, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.slow

@@ -161,6 +161,25 @@ def test_a_diverged_encoder_has_no_score(root, tmp_path, monkeypatch):
     assert log_rows(tmp_path)[-1]["knn_top1"] is None
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_feature_that_is_not_finite_in_either_split_leaves_no_score(root, monkeypatch, split):
+    plan, timeline = monitored_plan(root), Timeline(8, 6)
+    learner, images = plan.objective.build(plan.encoder, timeline, seed=0), plan.images()
+    evaluator = plan.monitor.build_evaluator(learner, timeline, plan.data, images)
+    assert evaluator is not None
+    assert 0 < evaluator.measure_if_due(8)["knn_top1"] <= 100
+    compute = Evaluator._compute_outputs
+
+    def spoil(self, images, function):
+        outputs = compute(self, images, function)
+        if images is getattr(self, split):
+            outputs.features[-1, 0] = math.inf
+        return outputs
+
+    monkeypatch.setattr(Evaluator, "_compute_outputs", spoil)
+    assert math.isnan(evaluator.measure_if_due(8)["knn_top1"])
+
+
 def test_a_broken_validation_image_is_reported_and_the_steps_are_saved(root, tmp_path):
     album = shutil.copytree(root, tmp_path / "album")
     (album / "val/class0/0.png").write_bytes(b"\x89PNG")

@@ -200,6 +200,8 @@ def test_values_follow_from_per_image_values_and_have_a_baseline(task, workdir):
             per_image = load_matching_values(store, record)
             assert per_image is not None
             assert len(per_image) == record.num_images
+    stored = [load_matching_values(store, record) is not None for record in store.records()]
+    assert any(stored) == probe.keeps_images
     assert not store.damaged
 
 

@@ -281,6 +281,9 @@ def test_lost_finds_the_box_of_the_official_code(seed, box):
     assert not found.degenerate
     assert not found.tied_cutoff
     assert np.array_equal(turned.mask, found.mask.T)
+    for scale in (1e-30, 1e30):
+        scaled = lost(scale * mosaic(seed), SQUARE, num_candidates=20)
+        assert np.array_equal(scaled.mask, found.mask)
 
 
 # Directions of patches in degrees.

@@ -131,6 +131,19 @@ def test_graphs_without_a_unique_answer_are_degenerate(num_tokens):
         assert np.isfinite(found.vector).all()
 
 
+def test_the_vector_of_two_tokens_is_orthogonal_to_the_constant_one():
+    # The first degree is 1 + EPS. The zero token has the degree 2 * EPS.
+    for second, vector, value in (
+        ([0, 1], [1, -1], 2 * EPS / (1 + EPS)),
+        ([0, 0], [-2 * EPS, 1 + EPS], 1.5 - 1 / (1 + EPS)),
+    ):
+        found = second_eigenvector(np.array([[1, 0], second], np.float32), tau=TAU, eps=EPS)
+        assert found.vector / abs(found.vector).max() == pytest.approx(
+            np.array(vector) / max(vector), rel=1e-4
+        )
+        assert found.eigenvalue == pytest.approx(value, rel=1e-4)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_zero_token_has_no_links(weighted):
     features = clouds(40, seed=2)

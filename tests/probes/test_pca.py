@@ -3,7 +3,8 @@
 Every protocol (variant of the probe) must draw its figures.
 """
 
-import re
+import base64
+import io
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -169,7 +170,7 @@ def test_a_damaged_or_incomplete_reference_recommends_a_command(tmp_path):
 
 
 def test_an_svg_sheet_has_text_and_every_image_in_its_place(tmp_path):
-    small = np.full((3, 4, 3), 200, np.uint8)
+    small = np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
     large = np.full((300, 200, 3), 10, np.uint8)
     rows = [[Picture(large, ("a<b",)), Picture(small, ("block 1",))], [Picture(small, ("c",))]]
 
@@ -184,8 +185,15 @@ def test_an_svg_sheet_has_text_and_every_image_in_its_place(tmp_path):
     assert sizes == [("96", "144"), ("192", "144"), ("192", "144")]
     assert int(images[1]["x"]) >= int(images[0]["x"]) + 96
     assert int(images[2]["y"]) >= int(images[0]["y"]) + 144
-    kinds = [re.findall(r"^data:image/(\w+);base64,", i["href"]) for i in images]
-    assert kinds == [["jpeg"], ["png"], ["png"]]
+    links = [i["href"].split(";base64,") for i in images]
+    assert [kind for kind, _ in links] == [f"data:image/{name}" for name in ("jpeg", "png", "png")]
+    photo, *maps = (
+        np.array(Image.open(io.BytesIO(base64.b64decode(code))), int) for _, code in links
+    )
+    # Images have at least twice the resolution of their place. Patches of maps have sharp edges.
+    assert photo.shape == (288, 192, 3)
+    assert abs(photo - 10).max() < 3
+    assert all(np.array_equal(one, small.repeat(96, 0).repeat(96, 1)) for one in maps)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     assert all(float(i["x"]) + float(i["width"]) <= width for i in images)
     assert all(float(i["y"]) + float(i["height"]) <= height for i in images)
@@ -355,6 +363,16 @@ def test_the_foreground_is_the_cluster_away_from_the_border(sign):
     expected = torch.zeros(6, 8, dtype=torch.bool)
     expected[2:4, 3:6] = True
     assert (mask == expected).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_smaller_cluster_is_the_foreground_if_all_patches_are_on_the_border(sign):
+    features = torch.zeros(2, 5, 4)
+    features[:, 3:, 1] = sign
+
+    (mask,) = foreground_masks([features])
+
+    assert mask.tolist() == [[False, False, False, True, True]] * 2
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -28,6 +28,7 @@ from probes.tracking.scores import (
     decay,
     outline_objects,
     region_similarity,
+    symmetric_ci95,
     video_estimate,
 )
 from ssl_bench.cli.__main__ import main
@@ -278,6 +279,13 @@ def test_contributions_of_videos_average_to_the_mean_over_objects():
     assert contributions.var(ddof=1) / 5 == pytest.approx(variance)
     single, _ = video_estimate([scores[:1] for scores in values])
     assert single == pytest.approx([scores[0] for scores in values])
+    # Student's t of four degrees of freedom is 2.776445.
+    margin = 2.776445 * math.sqrt(variance)
+    assert symmetric_ci95(estimate) == pytest.approx((mean - margin, mean + margin))
+    # Intervals of decays may contain negative values.
+    _, decays = video_estimate([np.array([-3.0]), np.array([1.0])])
+    assert symmetric_ci95(decays) == pytest.approx((-1 - 12.7062 * 2, -1 + 12.7062 * 2), rel=1e-4)
+    assert symmetric_ci95(video_estimate(values[:1])[1]) is None
 
 
 def test_frames_are_resized_to_multiples():
