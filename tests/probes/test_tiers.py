@@ -4,13 +4,14 @@ A run that was killed must continue where it stopped.
 """
 
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from probes.features.tiers import GIB
+from probes.features.tiers import GIB, StoredFeatures
 from probes.features.training_images import WholeImage, resize_mask
 from probes.segmentation import SegmentationRun
 from ssl_bench.errors import CheckpointError, MachineError
@@ -73,6 +74,41 @@ def test_auto_selects_the_first_storage_that_fits(tmp_path, memory_gib, disk_gib
     assert found.tier == tier
     assert found.passes == (0 if is_stored or tier == "stream" else 1)
     assert features(**limits, tier="stream").tier == "stream"
+
+
+def test_stored_features_are_read_without_a_warning(tmp_path):
+    run = SegmentationRun(quick_probe(tier="disk", cache=str(tmp_path)), probe_context(tmp_path))
+    computed = run.features()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.set_warn_always(True)
+        try:
+            stored = run.features()
+        finally:
+            torch.set_warn_always(False)
+    assert not caught
+    assert isinstance(computed, StoredFeatures)
+    assert isinstance(stored, StoredFeatures)
+    assert (computed.passes, stored.passes) == (1, 0)
+    assert torch.equal(computed.blocks, stored.blocks)
+    assert torch.equal(computed.labels, stored.labels)
+    assert torch.equal(computed.present, stored.present)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_batches_have_the_requested_layers_and_entries_in_this_order(tier):
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randn(3, 4, 2, 2, 6, generator=generator).half()
+    scales, labels = 2 ** torch.arange(12.0).view(3, 4), torch.arange(16).view(4, 2, 2)
+    features = StoredFeatures((2, 5, 7), blocks, labels, scales=scales, tier=tier)
+
+    read = features.reader([7, 2], torch.device("cpu"))
+    one, other = read([torch.tensor([3, 0]), torch.tensor([1])])
+
+    expected = torch.stack([blocks[n].float() * scales[n].view(4, 1, 1, 1) for n in (2, 0)])
+    for batch, entries in ((one, [3, 0]), (other, [1])):
+        assert torch.equal(batch.features, expected[:, entries])
+        assert torch.equal(batch.labels, labels[entries])
 
 
 def test_half_of_the_free_space_is_used_by_default(tmp_path, monkeypatch):
