@@ -3,6 +3,7 @@
 If writing fails, the previous training state must remain usable.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -16,9 +17,9 @@ import torch
 from pretrain import checkpoints, train
 from pretrain.crops.multi import MultiCrop
 from ssl_bench.cli.__main__ import main
-from ssl_bench.models import load_encoder
+from ssl_bench.models import build_vit, load_encoder
 from ssl_bench.system.files import file_sha256
-from tests.pretrain.plans import state_of
+from tests.pretrain.plans import TINY, state_of
 from tests.support.faults import (
     class_folders,
     exit_code,
@@ -141,6 +142,20 @@ def test_a_full_disk_ends_the_run_and_keeps_the_previous_state(workdir, capsys, 
     assert "No space left on device" in message
     assert len(log_rows("run")) == 5
     assert state_of(workdir / "run")["step"] == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_of_which_one_is_not_finite_do_not_replace_the_last_state(tmp_path, value):
+    saver, encoder, messages = checkpoints.Saver(tmp_path), build_vit(TINY, seed=0), []
+    state = {"step": 1, "learner": {"whole": torch.ones(2), "part": torch.ones(3)}}
+    saver.save(state, encoder, {}, messages.append)
+    saver.wait()
+    state = {"step": 2, "learner": {"whole": torch.ones(2), "part": torch.tensor([1, value, 1])}}
+    saver.save(state, encoder, {}, messages.append)
+    saver.wait()
+    saver.close()
+    assert state_of(tmp_path)["step"] == 1
+    assert [line.split(":")[0] for line in messages] == ["step 2"]
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ from probes.classification import (
     FixedPooling,
     LinearClassification,
     Momentum,
+    TrainingDraw,
+    TrainingDraws,
     score_selected_heads,
 )
 from probes.features.image import ImagePass
@@ -183,6 +185,13 @@ def test_one_training_class_is_refused_and_missing_classes_are_counted(root):
         with pytest.raises(DataError, match="class1") as error:
             scores(of_images(root, [5, 6, 7, 8, 9]), pool=pool)
         assert error.value.hint == ("probe.train_images={larger}",)
+    # Classes of held-out images do not count, and no draw may have a single class.
+    whole = TrainingDraw(torch.tensor([0, 2]), None, None)
+    part = TrainingDraw(torch.tensor([0, 1]), torch.tensor([2, 3]), None)
+    draws = TrainingDraws(ClassFolders(root).train(), (0, 1, 2, 3), {1: [whole], 2: [whole, part]})
+    with pytest.raises(DataError, match="class4"):
+        draws.require_two_classes(torch.tensor([4, 4, 0, 2]))
+    draws.require_two_classes(torch.tensor([4, 5, 0, 2]))
 
     found = scores(of_images(root, range(25)))[0, "cls", "top1_holdout"]
 

@@ -316,10 +316,15 @@ def test_descriptors_equal_those_of_float64(encoder):
         assert describe(features, facet).numpy() == pytest.approx(vectors, rel=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [{"image_size": 48}, {"max_side": 64}])
-def test_descriptors_are_averaged_over_scales_for_each_image(toy, encoder, tmp_path, sizes):
+COPIES: dict[str, Any] = {"protocol": "copies", "facet": "cls", "crop_areas": [0.2]}
+
+
+@pytest.mark.parametrize(
+    "options", [{"image_size": 48}, {"max_side": 64}, {"image_size": 48, **COPIES}]
+)
+def test_descriptors_are_averaged_over_scales_for_each_view(toy, encoder, tmp_path, options):
     def encode(scales: list[float], batch_size: int = 16) -> Any:
-        probe = Instances(scales=scales, batch_size=batch_size, **sizes)
+        probe = Instances(scales=scales, batch_size=batch_size, **options)
         context = context_of(encoder, toy, (1,), tmp_path)
         return probe._encode(context, probe.split(toy))[0][1, "cls"]
 

@@ -102,5 +102,7 @@ def test_a_link_in_a_cache_is_replaced_without_touching_its_target(tmp_path):
 
 def test_a_file_in_place_of_the_folder_is_a_machine_error(tmp_path):
     (tmp_path / "inner").write_text("")
+    messages = []
+    assert journal(tmp_path / "inner", messages).entries == messages == []
     with pytest.raises(MachineError):
         journal(tmp_path / "inner").append({"step": 1})

@@ -156,9 +156,13 @@ def test_only_the_foreground_is_fitted_and_shown(photographs, tmp_path):
 
 
 def test_a_damaged_or_incomplete_reference_recommends_a_command(tmp_path):
-    save_reference(tmp_path, "skip", {"a": torch.ones(2, 3, 3).double()})
-
-    assert load_reference(tmp_path, ["a"])[1][0].shape == (2, 3, 3)
+    both = {name: torch.randn(2, 3, 3).double() for name in ("y", "a")}
+    save_reference(tmp_path, "skip", both)
+    source, maps = load_reference(tmp_path, ["a", "y"])
+    assert source == "skip"
+    for one, name in zip(maps, "ay", strict=True):
+        torch.testing.assert_close(one, both[name], atol=1e-6, rtol=0)
+    save_reference(tmp_path, "skip", {"a": both["a"]})
     assert find_reference(str(tmp_path), tmp_path / "pictures", "image") == tmp_path
     with pytest.raises(DataError, match=r"lack 2 of 3 images, such as b\.") as lacking:
         load_reference(tmp_path, ["a", "b", "c"])
