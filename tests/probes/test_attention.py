@@ -368,13 +368,34 @@ def test_the_head_of_an_image_is_chosen_on_other_images():
 
 def test_the_interval_of_entropy_stays_below_1():
     (result,) = head_results(np.zeros((1, 1)))
-    images = [replace(result, entropy=np.array([entropy])) for entropy in (0.8, 1.0)]
+    images = [
+        replace(result, entropy=np.array([value]), patch_share=np.array([value / 2]))
+        for value in (0.8, 1.0)
+    ]
 
-    (score,) = block_scores(0, images, has_truth=False)
+    (score,) = block_scores(0, [images[0], replace(images[1], is_degenerate=True)], has_truth=False)
 
     assert score.value == pytest.approx(0.9)
     assert score.ci95 is not None
     assert 0 <= score.ci95[0] < 0.9 < score.ci95[1] <= 1
+    assert score.details["degenerate_percent"] == 50
+    assert score.details["by_head"] == pytest.approx([0.9])
+    assert score.details["patch_share_by_head"] == pytest.approx([0.45])
+
+
+def test_the_baseline_is_the_best_constant_mask_over_all_images():
+    first, second = head_results(np.array([[20.0, 40.0], [30.0, 10.0]]))
+    first = replace(first, constant={"centre": 10.0, "whole": 40.0}, jaccard_mean_map=70.0)
+    second = replace(second, constant={"centre": 25.0, "whole": 0.0}, has_object=False)
+
+    scores = {s.metric: s for s in block_scores(0, [first, second], has_truth=True)}
+
+    details = scores["jaccard_mean_map"].details
+    assert details["baseline"] == {"answer": "whole", "value": 20}
+    assert (details["images_without_object"], details["degenerate_percent"]) == (1, 0)
+    assert np.array_equal(np.asarray(scores["jaccard_mean_map"].per_image), [70, 20])
+    assert scores["jaccard"].details["by_head"] == [25, 25]
+    assert scores["jaccard_best_head"].value == 35
 
 
 def test_sides_are_reduced_to_multiples_of_the_patch():

@@ -383,23 +383,27 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
 
 def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch):
     def score(_: Any, heads: Any, images: Any, indices: Any, mean_depth: Any = None) -> Any:
-        """Return made-up scores of two learning rates.
+        """Return made-up scores of three learning rates.
 
-        On the held-out images, the second learning rate is better. On the scored images, the first
-        is better.
+        On the held-out images, the second learning rate is best. On the scored images, the last
+        is best. The other metrics of rate number n are n.
         """
-        delta1 = [10, 90] if mean_depth is None else [80, 20]
-        metrics = np.zeros((len(indices), 2, len(delta1), len(UNITS)))
+        delta1 = [10, 90, 30] if mean_depth is None else [40, 20, 80]
+        metrics = np.zeros((len(indices), 2, len(delta1), len(UNITS))) + np.arange(3)[:, None]
         metrics[..., 0] = delta1
         return metrics, np.zeros((len(indices), len(UNITS)))
 
     monkeypatch.setattr(DepthRun, "score", score)
 
-    records = {(r.layer, r.metric): r for r in run(SMALL, folders, encoder, tmp_path)}
+    probe = replace(SMALL, learning_rates=(1e-3, 1e-2, 1e-1))
+    records = {(r.layer, r.metric): r for r in run(probe, folders, encoder, tmp_path)}
 
-    for metric, value, rate in (("delta1_holdout", 20, 1e-2), ("delta1_oracle", 80, 1e-3)):
+    expected = {"delta1_holdout": (20, 1e-2), "delta1_oracle": (80, 1e-1), "rmse": (1, 1e-2)}
+    for metric, (value, rate) in expected.items():
         record = records[0, metric]
         assert (record.value, record.details["learning_rate"]) == (value, rate)
+        is_at_edge = any("at the edge" in line for line in record.details["warnings"])
+        assert is_at_edge == (metric == "delta1_oracle")
 
 
 def test_without_held_out_images_the_scored_images_choose_the_rate(folders, encoder, tmp_path):
@@ -477,6 +481,7 @@ def test_a_figure_shows_image_depth_and_each_block(folders, encoder, tmp_path):
 
 def test_all_maps_of_a_figure_use_the_range_of_the_true_depth(tmp_path):
     true = np.repeat(np.linspace(1, 3, 8, dtype=np.float32)[None], 8, axis=0)
+    true[0, 0] = np.nan
     middle = np.full((8, 8), 2, np.float32)
 
     image = np.zeros((8, 8, 3), np.uint8)

@@ -3,15 +3,18 @@
 A run that was killed must continue where it stopped.
 """
 
+import errno
+import os
 import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from probes.features.tiers import GIB, StoredFeatures
+from probes.features.tiers import GIB, StoredFeatures, create_array_file
 from probes.features.training_images import WholeImage, resize_mask
 from probes.segmentation import SegmentationRun
 from ssl_bench.errors import CheckpointError, MachineError
@@ -140,6 +143,26 @@ def test_free_memory_is_the_smallest_remainder_of_all_cgroups(tmp_path, monkeypa
     # The system can free the cache of files.
     (inner.parent / "memory.stat").write_text("anon 300\nactive_file 30\ninactive_file 60\n")
     assert process.free_host_memory() == 690
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
+@pytest.mark.parametrize("name", ["EOPNOTSUPP", "ENOSYS", "EINVAL", "ENOSPC"])
+def test_a_full_disk_is_an_error_but_a_disk_that_cannot_reserve_space_is_used(
+    tmp_path, monkeypatch, name
+):
+    def refuse(descriptor, start, size):
+        assert (start, size) == (0, 3 * 5 * 2)
+        raise OSError(getattr(errno, name), "refused")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    if name == "ENOSPC":
+        with pytest.raises(MachineError) as caught:
+            create_array_file(tmp_path, (3, 5), np.float16)
+        assert caught.value.hint == ("probe.cache={folder}",)
+    else:
+        array = create_array_file(tmp_path, (3, 5), np.float16)
+        assert (array.shape, array.dtype) == ((3, 5), torch.float16)
+    assert not list(tmp_path.iterdir())
 
 
 class KilledError(Exception):
