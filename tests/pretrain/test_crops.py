@@ -26,6 +26,7 @@ from timm.loss.cross_entropy import SoftTargetCrossEntropy
 from torch import Tensor
 from torchvision.transforms import ColorJitter, RandomResizedCrop
 
+from pretrain.crops import augmentation
 from pretrain.crops.augmentation import (
     BRIGHTNESS,
     CONTRAST,
@@ -102,6 +103,14 @@ def test_augmentation_of_a_batch_equals_torchvision(device):
     for view in range(6):
         reference = augment_with_torchvision(pixels[view], params, view)
         torch.testing.assert_close(ours[view], reference, atol=5e-5, rtol=0)
+
+
+def test_colours_computed_for_all_views_equal_those_of_the_views_that_need_them(monkeypatch):
+    monkeypatch.setattr(augmentation, "_compiled_jitter", lambda: augmentation.jitter_all)
+    pixels = picture(24, 20).repeat(60, 1, 1, 1)
+    params = draw_params(MultiCrop(hue=0.5, grey_probability=0.4), images=6)
+    ours = augmentation._change_colours_on_gpu(pixels, params)
+    assert torch.equal(ours, augmentation._change_colours_on_cpu(pixels, params))
 
 
 def augment_with_torchvision(pixels, params, view):

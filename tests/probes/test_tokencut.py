@@ -395,6 +395,33 @@ def test_tiles_show_boxes_and_masks_where_they_are(tmp_path):
     assert min(inner) > 250 > 150 > bright[62:84, 95:112].mean()
 
 
+def test_a_tile_outlines_the_true_object_without_ignored_pixels(tmp_path):
+    truth = np.zeros((40, 56), np.uint8)
+    truth[8:24, 2:24] = 255
+    truth[8:24, 8:24] = 1
+    whole = {
+        "box": [0, 0, 0, 0], "mask": pack_mask(np.ones((5, 7), bool)),
+        "hit": True, "degenerate": True, "eigenvalue": 0.1, "gap": 0.2,
+    }  # fmt: skip
+    pixels = zlib.crc32(picture("a").tobytes())
+    results = {"a": ImageResult(None, None, (5, 7), {"3/key": whole}, (40, 56), None, pixels)}
+
+    draw_sheets(
+        ["3/key"], ("", ""), tmp_path, Pictures({"a": None}), results, patch_size=8, per_group=1,
+        prepare=lambda sample: replace(sample, mask=truth),
+    )  # fmt: skip
+
+    with Image.open(tmp_path / "block03_key.png") as file:
+        tile = np.array(file)[4 + 18 + 4 + 18 + 4 + 36 :][:144, 4:]
+    rows, cols = np.nonzero((tile == GROUND_TRUTH).all(-1))
+    # An image of 40 x 56 pixels is enlarged 3.6 times. The line is two pixels wide.
+    assert (rows.min(), rows.max() + 1) == pytest.approx((8 * 3.6, 24 * 3.6), abs=1)
+    assert (cols.min(), cols.max() + 1) == pytest.approx((8 * 3.6, 24 * 3.6), abs=1)
+    is_inside = (abs(rows - 57.5) < 25) & (abs(cols - 57.5) < 25)
+    assert not is_inside.any()
+    assert len(rows) == pytest.approx(4 * 2 * 57, rel=0.05)
+
+
 def test_long_titles_are_shortened_in_the_middle_and_wide_images_fit():
     wide = draw_tile(np.zeros((10, 4000, 3), np.uint8), "first" + 100 * "x" + "last")
     tall = draw_tile(np.zeros((4000, 10, 3), np.uint8), "block 3")
