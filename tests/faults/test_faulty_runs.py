@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pretrain.checkpoints import load_state, save_state
 from pretrain.objectives.dino import DinoLearner
+from pretrain.step import Trainer
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from ssl_bench.models import build_vit, load_encoder, save_encoder
@@ -539,6 +540,7 @@ def test_an_image_that_is_damaged_after_its_use_must_stay_the_same(workdir, caps
         patch.setattr(DinoLearner, "update_teacher", damage_after_two_steps)
         assert main(run) == 0
     assert load_state(Path("run"), CPU)[0]["left_out"] == [1]
+    assert "left_out:\n- 1.jpg" in Path("run/config.yaml").read_text()
     picture(33).save(workdir / "photos/1.jpg", quality=95)
 
     assert "image_files: " in expect_error(capsys, [*run, "--resume"], 2)
@@ -546,9 +548,17 @@ def test_an_image_that_is_damaged_after_its_use_must_stay_the_same(workdir, caps
     assert main([*run, "--resume"]) == 0
 
 
-def test_records_of_a_monitor_count_the_images_that_were_left_out(workdir):
+@pytest.mark.parametrize("damaged_at", [0, 3])
+def test_records_of_a_monitor_count_the_images_that_were_left_out(workdir, monkeypatch, damaged_at):
     class_folders(workdir / "classes")
-    spoil(workdir / "classes/train/dog/1.jpg", "half")
+    take_step = Trainer.take_step
+
+    def damage_and_take_step(self, step, views):
+        if step == damaged_at:
+            spoil(workdir / "classes/train/dog/1.jpg", "half")
+        return take_step(self, step, views)
+
+    monkeypatch.setattr(Trainer, "take_step", damage_and_take_step)
     scored = ["monitor.accuracy_epochs=2", "monitor.results=results"]
     scored += [f"monitor.root={workdir / 'classes'}"]
 

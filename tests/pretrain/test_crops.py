@@ -430,6 +430,11 @@ def test_mixtures_are_distributed_as_in_timm(crops):
             top, bottom, left, right = mixture.box
             rest = 1 - (bottom - top) * (right - left) / size**2
             assert mixture.own_share == pytest.approx(rest)
+    # Boxes inside the image are squares whose sides may be odd.
+    boxes = np.array([m.box for m in ours if m.box]).reshape(-1, 4)
+    inside = boxes[(boxes > 0).all(1) & (boxes < size).all(1)]
+    assert (inside[:, 1] - inside[:, 0] == inside[:, 3] - inside[:, 2]).all()
+    assert not len(boxes) or {*(inside[:, 1] - inside[:, 0]) % 2} == {0, 1}
     edges = (zip(*(m.box for m in mixtures if m.box), strict=True) for mixtures in (ours, theirs))
     assert all(alike(one, other) for one, other in zip(*edges, strict=True))
 

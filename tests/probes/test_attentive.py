@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ssl_bench.models import Encoder
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import flat, scored, tiny
 from tests.support.colours import Counter
+from tests.support.photographs import silent
 
 QUICK = AttentivePooling(queries=4, learning_rates=[1.0, 10.0], epochs=30, batch_size=10)
 FACET = "patch_attentive"
@@ -121,6 +123,28 @@ def test_parallel_heads_equal_separately_trained_heads(batch_size):
             one, other = getattr(both, item.name), getattr(single, item.name)
             torch.testing.assert_close(one[index, number], other[0, 0], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(both.query[0, 0], both.query[0, 1])
+
+
+def test_the_rate_rises_in_the_first_ninth_of_the_steps_and_then_follows_a_cosine(monkeypatch):
+    found = []
+
+    def record(optimizer, parameters, gradients, states, rates, step):
+        found.append((step, rates.tolist()))
+
+    monkeypatch.setattr("probes.heads.attentive.update_heads", record)
+    pool = AttentivePooling(queries=2, epochs=18, batch_size=10, learning_rates=[2.0, 8.0])
+    masks = torch.zeros(10, 1, 1, dtype=torch.uint8)
+    features = StoredFeatures((0,), torch.ones(1, 10, 1, 1, 4).half(), masks)
+    labels, entries, cpu = torch.arange(10) % 2, torch.arange(10), torch.device("cpu")
+    pool.train(features, labels, entries, classes=2, seed=0, device=cpu, progress=silent)
+
+    cosine = 0.5 * (1 + np.cos(np.pi * np.arange(16) / 16))
+    factors = [1 / 3, 2 / 3, *cosine]
+    assert [step for step, _ in found] == list(range(1, 19))
+    for number, peak in enumerate((2.0, 8.0)):
+        assert [rates[number] for _, rates in found] == pytest.approx(
+            [peak * one for one in factors], rel=1e-5
+        )
 
 
 def test_lars_scales_the_update_to_the_norm_of_each_head():

@@ -122,11 +122,14 @@ def test_the_parts_of_a_block_reproduce_its_output(config):
         assert (other.heads, bool(reason)) == (None, True)
 
 
-@pytest.mark.parametrize("kind", ["qk_norm", "torch", "tuples"])
+@pytest.mark.parametrize("kind", ["qk_norm", "layer scale", "torch", "tuples"])
 def test_blocks_of_other_packages_are_decomposed(kind):
     if kind == "qk_norm":
         block = Block(12, 2, qk_norm=True)
         block.get_parameter("attn.q_norm.weight").data.mul_(3)
+    elif kind == "layer scale":
+        block = Block(12, 2, init_values=0.5)
+        block.get_parameter("ls2.gamma").data.fill_(0.25)
     elif kind == "torch":
         block = nn.TransformerEncoderLayer(12, 2, 24, norm_first=True, batch_first=True)
         # Some blocks store their last attention weights. A tensor is not a part of the block.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from probes.features.training_images import TrainingSplit
+from probes.features.training_images import ScaledCrops, TrainingSplit
 from probes.heads.scored_images import Squashed, class_counts
 from probes.segmentation import SegmentationRun
 from ssl_bench.composition.compose import build, compose_config, fill_in_guesses
@@ -132,6 +132,13 @@ def test_a_selected_rate_at_the_edge_of_the_grid_gives_a_warning(tmp_path):
 
         assert any("0.01 is at the edge" in line for line in details["warnings"]) == is_edge
         assert set(few_images_warning(7)) <= {*details["warnings"]}
+
+
+def test_scaled_crops_are_padded_with_the_mean_of_the_encoder(tmp_path):
+    encoder = replace(tiny_encoder(), mean=(0.1, 0.2, 0.3))
+    probe = quick_probe(crops="scaled", views=3, holdout=0.0)
+    run = SegmentationRun(probe, probe_context(tmp_path, encoder, seed=5))
+    assert run.training_pass.views == ScaledCrops(3, 5, (0.1, 0.2, 0.3))
 
 
 def test_held_out_images_are_scored_without_their_mirror_images(tmp_path):
