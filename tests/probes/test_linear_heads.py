@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from probes.features.training_images import group_layers
 from probes.heads.losses import PIECE_BYTES, HistogramLoss, UpsampledLoss
 from probes.heads.sgd import (
     SGD,
@@ -12,6 +13,7 @@ from probes.heads.sgd import (
     RunningStatistics,
     Schedule,
     Standardization,
+    concatenate_layers,
     update_heads,
 )
 from tests.benchmarks.memory import LiveBytes
@@ -143,6 +145,26 @@ def test_statistics_do_not_depend_on_the_batch_size(size):
     expected[:, 2:4] = 0
     torch.testing.assert_close(found.scale.double(), expected, rtol=1e-4, atol=0)
     assert found.constant_channels() == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "mode", "groups"),
+    [
+        ([2, 0], "single", [(0,), (2,)]),
+        ([11, 3], "multi", [(2, 5, 8, 11)]),
+        ([1], "multi", [(0, 1)]),
+        ([5, 2], "last4", [(2, 3, 4, 5)]),
+        ([2], "last4", [(0, 1, 2)]),
+    ],
+)
+def test_a_head_receives_its_own_layer_or_a_group_of_layers(layers, mode, groups):
+    assert group_layers(layers, mode) == groups
+
+
+def test_the_channels_of_adjacent_layers_are_concatenated():
+    blocks = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 3, 2, 5, 2)
+    expected = torch.tensor([[0.0, 0, 1, 1], [2, 2, 3, 3]]).view(2, 1, 1, 1, 4)
+    assert torch.equal(concatenate_layers(blocks, 2), expected.expand(2, 3, 2, 5, 4))
 
 
 def test_learning_rate_schedules_counted_by_hand():

@@ -487,6 +487,22 @@ def test_an_overlay_has_the_colour_of_the_object_and_a_white_outline():
     assert drawn[15, 30].tolist() == [100, 100, 100]
 
 
+def test_a_reduced_overlay_has_only_colours_of_its_objects():
+    numbers = np.zeros((500, 700), np.uint8)
+    numbers[100:301, 100:203], numbers[100:301, 203:400] = 2, 4
+    truth = np.where(numbers == 4, 255, 0).astype(np.uint8)
+
+    drawn = draw_overlay(np.zeros((500, 700, 3), np.uint8), numbers, truth)
+
+    assert drawn.shape == (192, 269, 3)
+    # VOC's colours of the objects 2 and 4 are (0, 128, 0) and (0, 0, 128). Void has no outline.
+    colours, counts = np.unique(drawn.reshape(-1, 3), axis=0, return_counts=True)
+    assert colours.tolist() == [[0, 0, 0], [0, 0, 64], [0, 64, 0]]
+    assert counts[1:] / counts.sum() == pytest.approx(
+        np.array([201 * 197, 201 * 103]) / (500 * 700), rel=0.03
+    )
+
+
 def test_an_animation_is_a_png_with_all_frames(tmp_path):
     frames = [np.full((20, 30, 3), 40 * number, np.uint8) for number in range(5)]
 
