@@ -258,6 +258,41 @@ def test_the_rate_counts_two_operations_per_multiplication(monkeypatch):
     assert rate == sum(operations) / resources._ROUNDS
 
 
+@pytest.mark.parametrize(
+    ("failing_call", "error", "fits"),
+    [
+        (9, None, True),
+        (3, torch.OutOfMemoryError("CUDA out of memory"), False),
+        (3, ValueError("broken"), None),
+    ],
+)
+def test_memory_is_tested_with_two_new_steps_of_two_micro_batches(
+    monkeypatch, failing_call, error, fits
+):
+    learner, calls = SMALL_DINO.build(TINY, Timeline(10, 10), seed=0), []
+    options = TrainOptions(batch_size=4)
+    trainer = Trainer(learner, AdamW(), options, Timeline(10, 10), TrainingRanks(device=CPU))
+    views = [torch.randn(4, 3, 16, 16), torch.randn(4, 3, 8, 8)]
+    trainer.take_step(0, iter([views]))
+    usual = DinoLearner.loss
+
+    def loss(self, network, views, step):
+        calls.append(step)
+        if len(calls) == failing_call:
+            raise error
+        return usual(self, network, views, step)
+
+    monkeypatch.setattr(DinoLearner, "loss", loss)
+    if fits is None:
+        with pytest.raises(ValueError, match="broken"):
+            trainer.fits(5, lambda: views)
+    else:
+        assert trainer.fits(5, lambda: views) == fits
+    assert calls == [5] * (4 if fits else 3)
+    # The moments of the earlier step were forgotten.
+    assert {int(one["step"]) for one in trainer.optimizer.state.values()} == {2 if fits else 1}
+
+
 @pytest.mark.slow
 def test_flops_of_an_image_in_the_official_recipe():
     # In GFLOP: 94.0 of the student, 18.4 of the teacher, and 1.4 of the heads.

@@ -348,6 +348,30 @@ def test_a_deleted_contact_sheet_is_drawn_again_without_a_forward_pass(tmp_path)
     assert cols.max() + 1 == pytest.approx(4 + scale * x1, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("options", "cause", "advice"),
+    [
+        ({}, "exceed tau=0.2,", "`probe.protocol=adaptive`"),
+        ({"tau": 0.1}, "exceed tau=0.1,", "`probe.protocol=adaptive`"),
+        ({"method": "lost"}, "exceed 0,", "`probe.protocol=adaptive`"),
+        ({"tau": "otsu"}, "nearly equal", "Another block"),
+    ],
+)
+def test_blocks_with_arbitrary_objects_are_named_with_a_remedy(tmp_path, options, cause, advice):
+    encoder, messages = tiny_encoder(), []
+    # The keys of the last block are the same for all patches.
+    encoder.module.get_parameter("blocks.2.attn.qkv.weight").data.zero_()
+    pictures = Pictures({"a": [FAR_AWAY], "c": [FAR_AWAY]})
+    run = replace(context(tmp_path, pictures, [0, 2], encoder), say=messages.append)
+
+    list(TokenCut(facet=["key", "token"], panels=0, **options).run(run))
+
+    (line,) = [line for line in messages if "degenerate" in line]
+    assert "for key of block 2." in line
+    assert cause in line
+    assert advice in line
+
+
 def test_images_are_grouped_into_hits_misses_unscored_and_degenerate():
     # Number of true boxes, whether one of them was hit, and whether the graph is degenerate.
     images = {
