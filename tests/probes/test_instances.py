@@ -370,10 +370,12 @@ def test_a_published_dataset_gets_its_protocol(toy):
 
 def test_images_and_encoders_that_cannot_be_scored_are_refused(toy, encoder, tmp_path):
     images = toy.val()
-    unmatched = replace(images, searches={images.ids[0]: Search(frozenset({"elsewhere"}))})
-    with pytest.raises(DataError) as no_match:
-        run(Instances(image_size=32), SameImages(unmatched), encoder, tmp_path)
-    assert "data.limit=null" in no_match.value.hint
+    # A query does not match itself.
+    for match in ("elsewhere", images.ids[0]):
+        unmatched = replace(images, searches={images.ids[0]: Search(frozenset({match}))})
+        with pytest.raises(DataError) as no_match:
+            run(Instances(image_size=32), SameImages(unmatched), encoder, tmp_path)
+        assert "data.limit=null" in no_match.value.hint
     with pytest.raises(ConfigurationError) as no_copy:
         Instances("copies", jpeg_qualities=[], crop_areas=[])
     assert no_copy.value.hint[0] == "probe.jpeg_qualities=[30,5]"
