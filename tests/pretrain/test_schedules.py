@@ -66,8 +66,9 @@ def test_max_steps_can_only_shorten_a_run():
     for max_steps, steps in [(None, 12), (5, 5), (12, 12), (13, 12)]:
         options = TrainOptions(epochs=2, batch_size=2, max_steps=max_steps)
         assert options.timeline(13) == Timeline(steps, 6)
-    with pytest.raises(ConfigurationError, match="at least one step"):
-        Timeline(total_steps=0, steps_per_epoch=5)
+    for numbers in ((0, 5), (5, 0)):
+        with pytest.raises(ConfigurationError, match="at least one step"):
+            Timeline(*numbers)
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,11 @@ def test_scores_equal_those_of_scikit_learn_on_single_pixels(tmp_path):
     context = probe_context(tmp_path, tiny_encoder(), layers=(1,))
     guess, truth = cluster_pixels(context, 1)
 
-    found = {s.metric: s.value for s in clustering().run(context)}
+    scores = list(clustering().run(context))
 
+    found = {s.metric: s.value for s in scores}
+    assert {s.num_images for s in scores} == {7}
+    assert {s.details["num_fit_patches"] for s in scores} == {18 * 16}
     table: Any = sklearn.metrics.cluster.contingency_matrix(truth, guess)
     accuracy, miou = best_of_all_matchings(guess, truth, 4)
     assert found == {

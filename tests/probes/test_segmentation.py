@@ -17,7 +17,7 @@ from probes.features.training_images import ScaledCrops, TrainingSplit
 from probes.heads.scored_images import Squashed, class_counts
 from probes.segmentation import SegmentationRun
 from ssl_bench.composition.compose import build, compose_config, fill_in_guesses
-from ssl_bench.errors import DataError
+from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.scores import mean_iou
 from tests.support.colours import (
@@ -132,6 +132,20 @@ def test_a_selected_rate_at_the_edge_of_the_grid_gives_a_warning(tmp_path):
 
         assert any("0.01 is at the edge" in line for line in details["warnings"]) == is_edge
         assert set(few_images_warning(7)) <= {*details["warnings"]}
+
+
+def test_an_error_in_a_window_names_its_image(tmp_path):
+    encoder = tiny_encoder()
+    probe = quick_probe(inference="slide", holdout=0.0, batch_size=4)
+    run = SegmentationRun(probe, probe_context(tmp_path, encoder))
+    heads = run.train(run.features())
+
+    def spoil(_, given):
+        given[0][-1] = torch.nan
+
+    encoder.module.register_forward_pre_hook(spoil)
+    with pytest.raises(CheckpointError, match="val/3"):
+        run.count_scored(heads, None)
 
 
 def test_scaled_crops_are_padded_with_the_mean_of_the_encoder(tmp_path):
