@@ -24,7 +24,7 @@ from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Cosine
-from pretrain.step import Trainer
+from pretrain.step import Trainer, use_deterministic_operations
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, Preempted
@@ -341,3 +341,23 @@ def test_a_deterministic_run_refuses_other_operations(tmp_path, capsys, monkeypa
     monkeypatch.setattr(Trainer, "take_step", fail)
     with pytest.raises(RuntimeError, match="shapes"):
         plan_of(tmp_path / "photos", deterministic=True).run(tmp_path / "other", device="cpu")
+
+
+@pytest.mark.parametrize("was_on", [False, True])
+def test_deterministic_operations_of_the_caller_are_restored_after_any_error(monkeypatch, was_on):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    torch.use_deterministic_algorithms(was_on)
+
+    def fail() -> None:
+        assert torch.are_deterministic_algorithms_enabled()
+        raise RuntimeError("broken")
+
+    try:
+        with pytest.raises(RuntimeError, match="broken"), use_deterministic_operations(True):
+            fail()
+        assert torch.are_deterministic_algorithms_enabled() == was_on
+        with use_deterministic_operations(False):
+            assert torch.are_deterministic_algorithms_enabled() == was_on
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

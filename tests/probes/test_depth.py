@@ -504,6 +504,13 @@ def test_depth_without_a_pixel_in_the_range_is_refused(folders, encoder, tmp_pat
         scene(tmp_path, "train", name, 1, np.full((32, 40), 50_000, np.uint16))
     with pytest.raises(DataError, match="train has no pixel"):
         run(SMALL, tmp_path, encoder, tmp_path / "out")
+    # A held-out image does not train heads.
+    halves = replace(SMALL, holdout=0.5)
+    own = DepthRun(halves, context_of(encoder, DepthFolders(tmp_path), (0, 1), tmp_path))
+    (held_out,) = own.split.held_out
+    scene(tmp_path, "train", Path(own.images.ids[own.split.indices[held_out]]).stem, 1)
+    with pytest.raises(DataError, match="train has no pixel"):
+        run(halves, tmp_path, encoder, tmp_path / "out")
 
 
 def test_settings_that_exclude_each_other_are_refused():

@@ -23,7 +23,7 @@ from probes.tokencut.probe import TokenCut, batch_by_shape
 from probes.tokencut.scores import corloc_score, image_result
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.data.samples import Sample, unsupported_role_error
-from ssl_bench.errors import DataError, MachineError
+from ssl_bench.errors import ConfigurationError, DataError, MachineError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
@@ -346,6 +346,14 @@ def test_a_deleted_contact_sheet_is_drawn_again_without_a_forward_pass(tmp_path)
     scale = TILE_HEIGHT / 320
     assert cols.min() == pytest.approx(4 + scale * x0, abs=1)
     assert cols.max() + 1 == pytest.approx(4 + scale * x1, abs=1)
+
+
+def test_only_maskcut_refuses_negative_thresholds():
+    for options in ({"method": "maskcut", "tau": 0.0}, {"method": "lost", "tau": -0.1}):
+        assert TokenCut(**options).tau == options["tau"]
+    assert TokenCut(method="maskcut", tau="otsu").tau == "otsu"
+    with pytest.raises(ConfigurationError, match="tau"):
+        TokenCut(method="maskcut", tau=-0.1)
 
 
 @pytest.mark.parametrize(
