@@ -16,9 +16,16 @@ import torch
 from PIL import Image
 
 from probes.pictures import TILE_HEIGHT, draw_tile, shorten
-from probes.tokencut.cuts import Cut, PatchGrid, discover
+from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover
 from probes.tokencut.log import ImageResult, pack_mask, unpack_mask
-from probes.tokencut.pictures import FOUND, FURTHER, GROUND_TRUTH, draw_sheets, group_by_outcome
+from probes.tokencut.pictures import (
+    FOUND,
+    FURTHER,
+    GROUND_TRUTH,
+    draw_panel,
+    draw_sheets,
+    group_by_outcome,
+)
 from probes.tokencut.probe import TokenCut, batch_by_shape
 from probes.tokencut.scores import corloc_score, image_result
 from ssl_bench.composition.compose import changed_settings
@@ -425,6 +432,31 @@ def test_tiles_show_boxes_and_masks_where_they_are(tmp_path):
     bright = tile.astype(int).sum(2)
     inner = [bright[r + 4 : r + 25, c + 4 : c + 25].mean() for r, c in ((58, 144), (116, 2))]
     assert min(inner) > 250 > 150 > bright[62:84, 95:112].mean()
+
+
+def test_the_figure_of_an_image_shows_boxes_masks_and_the_eigenvector():
+    # The tiles have the size of the image, so that nothing is resized but the eigenvector.
+    grid = PatchGrid(144, 144, 16)
+    masks = np.zeros((2, 9, 9), bool)
+    masks[0, 1:3, 1:3] = masks[1, 5:7, 5:8] = True
+    vector = np.linspace(-1, 1, 81).reshape(9, 9)
+    boxes = [np.array(box, float) for box in ([16, 16, 48, 48], [80, 80, 128, 112])]
+    first = Discovery(masks[0], boxes[0], vector, 0.25, 0.5, degenerate=True)
+    grey = np.full((144, 144, 3), 200, np.uint8)
+    sample = Sample("a", grey, boxes=np.array([[60.0, 4, 76, 20]]))
+
+    panels = draw_panel(sample, [first, Discovery(masks[1], boxes[1])], "title", grid)
+    plain = draw_panel(sample, [Discovery(masks[1], boxes[1])], "title", grid)
+
+    framed, highlighted, values = (np.array(tile)[18:, :144] for tile in panels)
+    colours = {(16, 30): FOUND, (80, 100): FURTHER, (4, 70): GROUND_TRUTH, (30, 30): (200,) * 3}
+    assert {place: tuple(framed[place]) for place in colours} == colours
+    bright = np.kron(masks.any(0), np.ones((16, 16)))
+    assert np.array_equal(highlighted[..., 0], np.where(bright, 200, 50))
+    # Negative values are blue, and positive ones are red.
+    assert values[2, 2, 2] > values[2, 2, 0]
+    assert values[-3, -3, 0] > values[-3, -3, 2]
+    assert len(plain) == 2
 
 
 def test_a_tile_outlines_the_true_object_without_ignored_pixels(tmp_path):
