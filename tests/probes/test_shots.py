@@ -65,7 +65,8 @@ def scores_by_draw(*right: int) -> list[list[Score]]:
     """
     return [
         [
-            Score(3, "cls", "top1_k1", 10.0 * n, None, 10, {"bank": 6, "n": n, "warnings": ["w"]},
+            Score(3, "cls", "top1_k1", 10.0 * n, None, 10,
+                  {"bank": 6, "n": n, "warnings": ["w", f"of {n}"], "train_seconds": n / 4},
                   np.arange(10) < n)
         ]
         for n in right
@@ -81,7 +82,8 @@ def test_the_interval_is_a_t_interval_over_the_draws():
     assert score.ci95 == pytest.approx((50 - 24.841, 50 + 24.841), abs=1e-3)
     assert score.details["value_by_draw"] == [40, 50, 60]
     assert (score.details["bank"], score.details["n_by_draw"]) == (6, [4, 5, 6])
-    assert score.details["warnings"] == ["w"]
+    assert score.details["warnings"] == ["w", "of 4", "of 5", "of 6"]
+    assert score.details["train_seconds"] == 3.75
     # The means of the images are 1 (four times), 2/3, 1/3 and 0 (four times). Their deviation is
     # 0.4779, and the t value for 9 degrees of freedom is 2.2622.
     assert score.details["ci95_over_images"] == pytest.approx((15.813, 84.187), abs=1e-3)

@@ -242,14 +242,18 @@ def test_breakdowns_and_shares_of_images_counted_by_hand():
         {"hit": hit, "degenerate": flag, "tied_cutoff": tied}
         for hit, flag, tied in zip(hits, degenerate, ties, strict=True)
     ]
+    true = [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 9.0, 9.0]]
     results = [
-        ImageResult(count, size, (1, 1), {"1/key": cell}, (9, 9), [[0.0, 0.0, 9.0, 9.0]])
+        ImageResult(count, size, (1, 1), {"1/key": cell}, (9, 9), true)
         for count, size, cell in zip(counts, sizes, cells, strict=True)
     ]
 
     score = corloc_score(1, "key", results)
 
     assert score.value == 75
+    assert (score.num_images, score.details["images_without_boxes"]) == (4, 1)
+    # The box of the whole image hits the second true box.
+    assert score.details["baseline"]["value"] == 100
     assert score.details["degenerate_percent"] == 40
     # LOST reports ties separately from degenerate images.
     assert score.details["tied_cutoff_percent"] == 20
