@@ -361,3 +361,12 @@ def test_deterministic_operations_of_the_caller_are_restored_after_any_error(mon
     finally:
         torch.use_deterministic_algorithms(False)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_the_log_counts_images_of_all_micro_batches_per_second(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.Clock, "end_step", lambda _: (2.0, 0.5))
+    root = photo_folder(tmp_path / "photos")
+    plan_of(root, batch_size=4, accumulation=2, max_steps=2).run(tmp_path / "run", device="cpu")
+    for row in log_rows(tmp_path / "run", timed=True):
+        assert (row["images_per_second"], row["data_wait"]) == (2.0, 25.0)
+        assert 0 < row["mfu"] <= 100
