@@ -472,7 +472,7 @@ def test_a_tile_outlines_the_true_object_without_ignored_pixels(tmp_path):
         "hit": True, "degenerate": True, "eigenvalue": 0.1, "gap": 0.2,
     }  # fmt: skip
     pixels = zlib.crc32(picture("a").tobytes())
-    results = {"a": ImageResult(None, None, (5, 7), {"3/key": whole}, (40, 56), None, pixels)}
+    results = {"a": ImageResult(None, 0.0, (5, 7), {"3/key": whole}, (40, 56), None, pixels)}
 
     draw_sheets(
         ["3/key"], ("", ""), tmp_path, Pictures({"a": None}), results, patch_size=8, per_group=1,
