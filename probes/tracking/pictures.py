@@ -32,7 +32,9 @@ def choose_frames(num_frames: int, count: int) -> list[int]:
     )
 
 
-def draw_overlay(image: Pixels, numbers: Numbers, truth: Numbers | None) -> Pixels:
+def draw_overlay(
+    image: Pixels, numbers: Numbers, truth: Numbers | None
+) -> UInt8[np.ndarray, "_height _width 3"]:
     """Reduce a frame to the height of figures, and colour the objects in it.
 
     The outlines of true objects are white.
