@@ -299,7 +299,8 @@ def test_warnings_name_grid_edges_diverged_heads_and_degenerate_features():
     assert last.details["warnings"] == []
     last = score_three_heads(held_out_ranks=torch.tensor([[1], [1], [0]]))[0]
     assert "c value 10 is at the edge" in last.details["warnings"][0]
-    (alone, _) = score_three_heads(values=(0.1,), ranks=torch.zeros(1, 4), held_out_ranks=None)
+    ranks = torch.zeros(1, 4, dtype=torch.int64)
+    (alone, _) = score_three_heads(values=(0.1,), ranks=ranks, held_out_ranks=None)
     assert alone.details["warnings"] == []
 
     changes = {"missing_classes": 2, "constant_share": 1.0, "hyperparameter": "learning_rate"}

@@ -148,6 +148,15 @@ def test_an_error_in_a_window_names_its_image(tmp_path):
         run.count_scored(heads, None)
 
 
+def test_heads_that_predict_no_pixel_correctly_are_scored(tmp_path):
+    run = SegmentationRun(quick_probe(holdout=0.0, epochs=1), probe_context(tmp_path))
+    heads = run.train(run.features())
+    # The last class never occurs.
+    wrong = replace(heads, bias=heads.bias + 1e6 * torch.eye(4)[3])
+    total = run.count_scored(wrong, None).total
+    assert (total[:, :, 0].any(), total[:, :, 2].any()) == (False, True)
+
+
 def test_scaled_crops_are_padded_with_the_mean_of_the_encoder(tmp_path):
     encoder = replace(tiny_encoder(), mean=(0.1, 0.2, 0.3))
     probe = quick_probe(crops="scaled", views=3, holdout=0.0)
