@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,20 @@ def test_finished_results_are_skipped_until_overwrite(workplace, capsys):
         capsys, [*PROBE, *SMALL, "--layer", "2", "--on-bad-image", "fail"], 3
     )
     assert len(ResultStore(workplace / "results").records()) == 2
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_image_size_that_an_encoder_refuses_is_an_error_before_any_result(
+    workplace, capsys, number
+):
+    other = encoder_file(workplace / "b.safetensors", config=replace(CONFIG, patch_size=16))
+    words = ["--checkpoint", "runs/newer", "--checkpoint", str(other)]
+
+    line = expect_error(capsys, [*PROBE, *words[-2 * number :], "probe.image_size=40"], 2)
+
+    assert "40" in line
+    assert "16" in line
+    assert not Path("results").exists()
 
 
 def test_tokencut_finds_objects_once_in_a_folder_without_labels(workplace, capsys):

@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+from importlib.metadata import version
 
 import pytest
 
@@ -86,6 +87,33 @@ def test_no_flag_takes_two_hyphens_as_its_value(workdir, capsys):
             if action.option_strings and action.nargs is None:
                 flag = action.option_strings[0]
                 assert flag in expect_error(capsys, [name, f"{flag}=--"], 2)
+
+
+NUMBERS = [
+    *("probe --pictures", "probe --limit", "probe --seed", "probe --batch-size"),
+    *("features --image-size", "features --limit", "features --batch-size"),
+    *("sweep --jobs", "sweep --slurm-minutes", "sweep --slurm-cpus", "sweep --seed"),
+    *("pretrain --seed", "pretrain --limit", "pretrain --batch-size"),
+    *("reproduce --gpus", "data shrink --side"),
+]
+
+
+@pytest.mark.parametrize("words", NUMBERS)
+def test_a_flag_that_expects_a_number_refuses_a_text(workdir, capsys, words):
+    flag, required = words.split()[-1], ["--task", "pca"] if words.startswith("probe") else []
+
+    line = expect_error(capsys, [*words.split(), "1e3", *required], 2)
+
+    assert f"argument {flag}: " in line
+    assert re.findall(r"`(.*?)`", line) == [f"ssl-bench {words.split()[0]} --help"]
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ssl-bench {version('ssl-bench')}\n"
 
 
 @pytest.fixture

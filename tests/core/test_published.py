@@ -114,6 +114,12 @@ def test_published_values_have_the_settings_of_the_paper_and_the_record():
     table = load_published_table("one_skip")
     sentence = describe_experiments(table, table.columns[0], replace(run, dataset="cifar10"))
     assert "the text at hand has lost the numbers" in sentence
+    table = load_published_table("graying_exponent")
+    counts = [
+        re.findall("([0-9,]+) images if", describe_experiments(table, column, run))
+        for column in table.columns
+    ]
+    assert counts == [["50,000"], [], []]
 
 
 TEXTS = {
@@ -204,7 +210,7 @@ def test_two_runs_of_one_name_and_unknown_keys_are_refused(tmp_path):
     run = "  a:\n    images: mnist\n"
     with pytest.raises(ConfigurationError, match="have the name a"):
         papers(write_papers(tmp_path / "two", p=run, q=run))
-    with pytest.raises(ConfigurationError, match=r"run a expects the keys .* got \['hours'\]"):
+    with pytest.raises(ConfigurationError, match=r"run a expects the keys .* got hours"):
         papers(write_papers(tmp_path / "unknown", p=f"{run}    hours: 3\n"))
     with pytest.raises(ConfigurationError, match=r"run name .* got A"):
         papers(write_papers(tmp_path / "name", p=run.replace("a:", "A:")))

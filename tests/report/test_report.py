@@ -4,6 +4,7 @@ Writing a report may replace nothing but an older report.
 """
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.report.panels import MAX_LINES, group_into_panels, list_checkpoints
 from ssl_bench.report.pictures import PictureFiles, find_galleries
-from ssl_bench.report.writing import replace_report
+from ssl_bench.report.writing import make_records_script, replace_report
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import REPORT_MARK
+from ssl_bench.tables.styles import PALETTE
 from tests.core.test_results import RECORD
 from tests.support.faults import expect_error, unchecked_types
 from tests.support.report_cells import (
@@ -142,16 +144,49 @@ def test_names_are_escaped_and_pictures_found_on_every_page(evil_report):
     assert all((evil_report / unquote(source)).is_file() for source in sources)
 
 
-def read_first_provenance(report: Path) -> dict[str, Any]:
-    """Return the fields of the first record (stored score) in a report's `records.js`.
+def parse_provenance(script: str) -> list[dict[str, Any]]:
+    """Return the fields of each record (stored score) in the text of a report's `records.js`.
 
     The report shows these fields in a dialog that explains how a score was computed.
     """
-    script = (report / "records.js").read_text()
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))
-    values = [content["values"][index] for index in content["rows"][0]]
-    return dict(zip(content["names"], values, strict=True))
+    rows = [[content["values"][index] for index in row] for row in content["rows"]]
+    return [dict(zip(content["names"], values, strict=True)) for values in rows]
+
+
+def read_first_provenance(report: Path) -> dict[str, Any]:
+    return parse_provenance((report / "records.js").read_text())[0]
+
+
+def test_the_provenance_of_each_record_has_its_own_rounded_values(tmp_path):
+    values = [(10.123456 + n, f"{n}", n) for n in range(20)]
+    details = {"seconds": [0.123456, math.inf], "long": "x" * 201, "short": "x" * 200, "map": {}}
+    records = [
+        replace(cell(value=value, facet=facet, layer=n), settings={"tau": n}, details=details)
+        for value, facet, n in values
+    ]
+    records.append(plain(value=123456.789, ci95=(0.00012345678, math.inf)))
+
+    *rows, last = parse_provenance(make_records_script(ResultStore(tmp_path), records))
+
+    for (value, facet, n), row in zip(values, rows, strict=True):
+        assert (row["value"], row["facet"], row["block"]) == (round(value, 4), facet, n)
+        assert row["settings"] == {"tau": n}
+        assert row["details"] == {"seconds": [0.1235, "inf"], "short": "x" * 200}
+    assert (last["value"], last["unit"]) == (123457, "plain number")
+    assert last["95 % interval"] == [0.000123457, "inf"]
+
+
+def test_only_the_style_sheet_contains_the_colours_and_dashes_of_encoders(tmp_path):
+    report = write_report(tmp_path, cell())
+
+    style, script = ((report / name).read_text() for name in ("style.css", "report.js"))
+    for number, colour in enumerate(PALETTE):
+        assert f".c{number} {{ --ink: light-dark({colour}, " in style
+    for rule in (".d0 .line { stroke-dasharray: none;", ".d1s .line { stroke-dasharray: 2 3;"):
+        assert rule in style
+    assert "stroke-dasharray" not in script
 
 
 def test_the_provenance_of_a_number_names_its_record(evil_report, tmp_path):

@@ -7,7 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssl_bench.report.drawing import MAX_END_LABELS, choose_ticks, draw_chart, spread_labels
+from ssl_bench.report.drawing import (
+    MAX_END_LABELS,
+    SMALL,
+    choose_ticks,
+    draw_chart,
+    spread_labels,
+)
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.tables.styles import choose_styles
 from tests.support.report_cells import cell, curve, plain, skipless
@@ -116,17 +122,30 @@ def test_ticks_are_round_and_cover_all_values():
 def test_a_curve_fills_the_drawing_and_a_missing_value_interrupts_it():
     # A published value far away from the curve does not change its scale.
     values = curve(0.0, 10.0, math.nan, 5.0)
-    chart = draw_chart([values], [("near", 7.0), ("far", 70.0)], baselines=[("constant", 0.1)])
+    published = [("near", 7.0), ("far", 70.0), ("negative", -1.0), ("edge", 10.0)]
+    baselines = [("centre box", 5.0), ("constant", 0.1)]
+    chart = draw_chart([values], published, baselines=baselines)
 
-    assert [level.label for level in chart.published] == ["near"]
+    assert [level.label for level in chart.published] == ["near", "edge"]
     (drawn,) = chart.curves
     assert [mark.x for mark in drawn.marks] == pytest.approx([66, 170.7, 380], abs=0.1)
     assert [mark.y for mark in drawn.marks] == [chart.bottom, chart.top, 108.0]
     assert drawn.line.count("M") == 2
     assert drawn.band == ""
     # 0.1 is 1 % of the height of 196 above the axis. Its label is above the line for lack of space.
-    assert chart.baselines[0].position == pytest.approx(chart.bottom - 1.96, abs=0.1)
-    assert chart.baseline_labels[0].position < chart.baselines[0].position
+    assert chart.baselines == [(108.0, "centre box"), (204.0, "constant")]
+    assert chart.baseline_labels == [(119.0, "centre box"), (200.0, "constant")]
+    assert (chart.zero, chart.y_label) == (None, "%")
+
+
+def test_zero_is_marked_inside_the_axis_and_small_charts_have_no_label():
+    values = replace(curve(-5.0, math.nan, 5.0, 0.0), has_marks=False)
+    chart = draw_chart([values], size=SMALL, y_label="difference")
+
+    # The ticks are -5, 0 and 5, so 0 is in the middle between 10 and 130.
+    assert (chart.zero, chart.y_label, chart.bottom) == (70.0, "", 130)
+    # Only the first point has no neighbour to which a line could be drawn.
+    assert [(mark.x, mark.y) for mark in chart.curves[0].marks] == [(42.0, 130.0)]
 
 
 def test_a_band_shows_the_intervals():

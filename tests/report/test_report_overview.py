@@ -27,7 +27,13 @@ from ssl_bench.report.panels import (
     list_checkpoints,
     select_headline_panels,
 )
-from ssl_bench.report.pictures import Gallery, PictureFiles, keep_layers, select_strips
+from ssl_bench.report.pictures import (
+    Gallery,
+    PictureFiles,
+    build_picture_sections,
+    keep_layers,
+    select_strips,
+)
 from ssl_bench.results import Baseline, Record, ResultStore
 from ssl_bench.tables.styles import PALETTE
 from ssl_bench.tables.tasks import task_texts
@@ -104,6 +110,19 @@ def test_the_headline_has_all_blocks_and_no_changed_option():
     for records in ([changed, cell()], [cell(), changed]):
         (panel,) = headline_panels(*records)
         assert panel.title == "corloc, key, protocol reference [tau=0.2]"
+
+
+@pytest.mark.parametrize("newer", [0.2, 0.3])
+def test_the_headline_has_the_newest_record_of_equally_complete_panels(newer):
+    def make(tau: float, layer: int, month: int) -> Record:
+        created = f"2026-0{month}-01T00:00:00+00:00"
+        return cell(layer=layer, settings={"tau": tau}, created=created)
+
+    other = 0.5 - newer
+    months = ((newer, 0, 1), (newer, 1, 4), (other, 0, 2), (other, 1, 3))
+    (panel,) = headline_panels(*(make(*one) for one in months))
+
+    assert panel.record.settings["tau"] == pytest.approx(newer)
 
 
 def test_all_checkpoints_are_shown_in_the_same_protocol():
@@ -378,21 +397,63 @@ def test_a_strip_starts_at_the_best_block_of_the_photograph_with_most_hits(tmp_p
         assert all(picture.address.endswith("dog.png") for picture in strip.pictures)
 
 
-def test_a_strip_shows_the_photograph_and_the_map_of_a_sheet(tmp_path):
+PHOTOGRAPH, MAP = (4, 22, 192, 144), (200, 22, 192, 144)
+
+
+@pytest.mark.parametrize(
+    ("task", "parts"),
+    [
+        ("pca", [("photograph", PHOTOGRAPH), ("block 3", MAP)]),
+        ("attention", [("photograph", PHOTOGRAPH), ("block 3", MAP)]),
+        # The objects are drawn on the photograph.
+        ("tokencut", [("block 3", PHOTOGRAPH)]),
+        ("knn", [("block 3", None)]),
+    ],
+)
+def test_a_strip_shows_the_parts_of_a_sheet_that_matter(tmp_path, task, parts):
     (checkpoint,) = list_checkpoints([cell()])
-    path = tmp_path / "pictures/pca/block3/dog.png"
+    path = tmp_path / f"pictures/{task}/block3/dog.png"
     photograph, patches = np.zeros((150, 200, 3), np.uint8), np.zeros((3, 4, 3), np.uint8)
     save_sheet([[draw_tile(photograph, "dog"), draw_tile(patches, "block 3")]], path)
     files = PictureFiles(tmp_path)
     files.list_below("pictures")
 
-    (strip,) = select_strips(
-        files, (checkpoint,), {checkpoint.encoder_id: [gallery([3], "dog")]}, [], {}
-    )
+    galleries = {checkpoint.encoder_id: [gallery([3], "dog", task=task)]}
+    (strip,) = select_strips(files, (checkpoint,), galleries, [], {})
 
-    assert [picture.block for picture in strip.pictures] == ["photograph", "block 3"]
-    views = [picture.view for picture in strip.pictures]
-    assert views == [(4, 22, 192, 144), (200, 22, 192, 144)]
+    assert [(picture.block, picture.view) for picture in strip.pictures] == parts
+    assert strip.pictures[-1].alt == f"skip, {task} on toy, protocol image, block 3, image dog"
+
+
+def test_a_viewer_lists_the_pictures_of_both_checkpoints_and_starts_at_the_last_block(tmp_path):
+    first, other = gallery([0, 3], "a#b", "cat"), gallery([None], "all", task="tokencut")
+    second = replace(first, prefixes={n: f"pictures/other/block{n}/" for n in (0, 3)})
+    for one in (first, second, other):
+        save_pictures(tmp_path, *(p.removeprefix("pictures/")[:-4] for p in one.paths()))
+    files = PictureFiles(tmp_path)
+    files.list_below("pictures")
+
+    sections = build_picture_sections(files, [[("x", other)], [("skip", first), ("b", second)]])
+
+    assert [(one["title"], one["anchor"]) for one in sections] == [
+        *(("pca", "pictures-pca"), ("tokencut", "pictures-tokencut")),
+    ]
+    (viewer,), (tall,) = (section["viewers"] for section in sections)
+    assert (viewer["title"], viewer["start"]) == ("toy, protocol image", 1)
+    assert (viewer["is_tall"], tall["is_tall"]) == (False, True)
+    assert tall["title"] == "toy, protocol image, all blocks"
+    assert [side["address"] for side in viewer["sides"]] == [
+        *("pictures/pca/block3/a%23b.png", "pictures/other/block3/a%23b.png"),
+    ]
+    assert viewer["data"] == {
+        "what": "pca on toy, protocol image",
+        "layers": [0, 3],
+        "images": [["a#b", "a%23b.png", 4, 3], ["cat", "cat.png", 4, 3]],
+        "sides": [
+            {"name": "skip", "prefixes": ["pictures/pca/block0/", "pictures/pca/block3/"]},
+            {"name": "b", "prefixes": ["pictures/other/block0/", "pictures/other/block3/"]},
+        ],
+    }
 
 
 def test_strips_prefer_datasets_with_more_checkpoints_and_blocks(tmp_path):

@@ -68,7 +68,11 @@ def test_an_undefined_difference_is_a_dash_and_zero_has_no_minus():
     assert [word.text for word in sheet.rows[0]] == ["0", *[NO_VALUE] * 3]
     small = Difference("0", 50.0, 50.01, -0.04, 0.04, ((0,), (0,)))
     assert small.text == "+0.0 [+0.0, +0.0]"
-    assert replace(small, low=math.nan).text == "+0.0"
+    assert replace(small, low=math.nan).text == replace(small, high=math.nan).text == "+0.0"
+    undefined = replace(small, first=math.nan)
+    assert (undefined.first_text, undefined.second_text, undefined.text) == (
+        *(NO_VALUE, "50.0", NO_VALUE),
+    )
 
 
 def test_the_interval_of_four_images_is_wide():

@@ -75,6 +75,20 @@ def test_holm_counts_only_the_printed_blocks(tmp_path):
     assert 0 < row.p_holm == row.p < 0.5
 
 
+def test_an_epoch_without_per_image_values_is_left_out(store):
+    for run in RUNS:
+        # After the first epochs, the values of only one run are known.
+        record = make_record(run, 100, layer=0, seed=3)
+        save(store, record, np.arange(10) < 5) if run == "skip" else store.save(record)
+        save(store, make_record(run, 300, layer=0, seed=3), np.arange(10) < 5)
+
+    tables = compare_runs(store, store.records(), RUNS)
+
+    assert [(table.record.seed, list(table.by_epoch)) for table in tables] == [
+        *((0, [100.0, 300.0]), (3, [300.0])),
+    ]
+
+
 def test_results_with_other_settings_images_or_seeds_are_never_paired(store):
     for changes in ({"settings": {"tau": 0.3}}, {"seed": 1}, {"dataset_fingerprint": "e" * 64}):
         save(store, make_record("skip", 100, layer=5, **changes), np.arange(10) < 5)

@@ -411,3 +411,7 @@ def test_only_a_terminal_gets_bold_text(monkeypatch):
     assert default_format() == "terminal"
     monkeypatch.setenv("TERM", "dumb")
     assert default_format() == "text"
+    monkeypatch.delenv("TERM")
+    assert default_format() == "text"
+    monkeypatch.setattr("sys.stdout", None)
+    assert default_format() == "text"
