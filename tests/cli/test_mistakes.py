@@ -58,6 +58,7 @@ MISSING_OR_CONFLICTING = [
     ("pretrain --batch-size 3 train.batch_size=4", 2, ""),
     ("table seed=1", 2, ""),
     ("data list toy a=1", 2, ""),
+    ("data verify photos a=1", 2, ""),
     ("data check toy --data-root photos", 2, ""),
     ("probe --task pca --limit 0", 2, ""),
     ("completion ksh", 2, ""),

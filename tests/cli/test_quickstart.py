@@ -7,10 +7,10 @@ import pytest
 
 from ssl_bench.cli import quickstart
 from ssl_bench.cli.__main__ import main
+from ssl_bench.results import ResultStore
 from tests.cli.test_sweep import planned
 from tests.support.faults import unchecked_types
-
-pytestmark = pytest.mark.slow
+from tests.support.report_cells import cell, skipless
 
 SMALL_VALUES = {
     "--limit": "4",
@@ -33,6 +33,49 @@ def shrink(words: tuple[str, ...]) -> list[str]:
     return [*short, "--layer", "3"]
 
 
+@pytest.mark.parametrize(
+    ("existing", "flags", "trained", "probed"),
+    [
+        ("", [], [False], [False, False]),
+        ("log.jsonl", [], [True], [False, False]),
+        ("last.safetensors", [], [], [False, False]),
+        ("last.safetensors", ["--overwrite"], [True], [True, True]),
+    ],
+)
+def test_a_finished_run_is_kept_and_an_interrupted_one_starts_again(
+    tmp_path, monkeypatch, existing, flags, trained, probed
+):
+    commands, drawn = [], []
+    run = tmp_path / quickstart.MODEL
+    store = ResultStore(tmp_path / "results")
+    other = {"settings": {"tau": 0.3}, "changed": {"tau": 0.3}}
+    for record in (cell(), skipless(layer=2), cell(metric="iou", layer=1), cell(**other, layer=5)):
+        store.save(record)
+    if existing:
+        run.mkdir()
+        (run / existing).touch()
+    monkeypatch.setattr(quickstart, "run", commands.append)
+    monkeypatch.setattr(quickstart, "draw_curves", lambda *args: drawn.append(args))
+
+    assert main(["quickstart", "--out", str(tmp_path), *flags]) == 0
+
+    def of(name: str) -> list[bool]:
+        return ["--overwrite" in words for words in commands if words[0] == name]
+
+    assert (of("pretrain"), of("probe")) == (trained, probed)
+    assert commands[-1] == ("report", "--out", str(store.root), "--pair", *quickstart.DEMOS)
+    for words in commands:
+        folder = run if words[0] == "pretrain" else store.root
+        assert words[words.index("--out") + 1] == str(folder)
+        probes = [words[n + 1] for n, word in enumerate(words) if word == "--checkpoint"]
+        assert probes == ([*quickstart.DEMOS, str(run)] if words[0] == "probe" else [])
+    # Only the main scores are drawn.
+    ((tables, path),) = drawn
+    assert path == store.root / "curves.png"
+    assert [(table.record.metric, table.rows) for table in tables] == [("corloc", (2, 3))]
+
+
+@pytest.mark.slow
 def test_it_ends_with_a_row_for_every_probe_and_a_report(tmp_path, capsys, monkeypatch):
     few = [o for o in quickstart.PRETRAINING if not o.startswith(("train.", "model.image"))]
     short = ["train.batch_size=4", "train.max_steps=1", "model.image_size=32", "model.depth=4"]

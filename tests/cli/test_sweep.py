@@ -5,6 +5,7 @@ SLURM is simulated.
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,12 +19,14 @@ import pytest
 import torch
 import torch.distributed.run
 
+from ssl_bench.cli import sweep as sweep_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.request import parse_data_roots
 from ssl_bench.results import ResultStore
 from ssl_bench.slurm import array_settings, submit_array
+from ssl_bench.system.endings import Outcome
 from tests.support.faults import (
     class_folders,
     encoder_file,
@@ -78,6 +81,35 @@ def test_the_plan_counts_the_results_that_a_probe_left(workdir, capsys):
     shown, said = capsys.readouterr()
     assert f"will be computed again: {path}: " in said
     assert shown.splitlines()[-1] == "2 jobs, 4 scores: 0 finished, 4 pending"
+
+
+@pytest.mark.parametrize(
+    ("device", "shared"), [([], True), (["cuda"], True), (["cuda:1"], False), (["cpu"], False)]
+)
+def test_parallel_jobs_use_all_devices_unless_one_is_chosen(
+    workdir, capsys, monkeypatch, device, shared
+):
+    called = []
+
+    def run_all(jobs, count, devices):
+        called.append(([job.encoder.name for job in jobs], count, devices))
+        return (
+            (job, Outcome(1.0, code, "x")) for job, code in zip(jobs[::-1], (3, 4), strict=True)
+        )
+
+    monkeypatch.setattr(sweep_command, "choose_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(sweep_command, "visible_devices", lambda: ["GPU-a", "7"])
+    monkeypatch.setattr(sweep_command, "run_in_processes", run_all)
+    flags = [word for name in device for word in ("--device", name)]
+    words = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--jobs", "2", "--json", *flags]
+
+    # The first job ends last.
+    assert main(words) == 4
+
+    assert called == [(["one", "two"], 2, ["GPU-a", "7"] if shared else [])]
+    out, err = capsys.readouterr()
+    assert [job["exit_code"] for job in json.loads(out)["jobs"]] == [4, 3]
+    assert re.findall(r"failed (\d of 2 in)", err) == ["1 of 2 in", "2 of 2 in"]
 
 
 def test_patterns_and_equal_weights_are_planned_once(workdir, capsys):

@@ -1,5 +1,6 @@
 """Test that configurations combine defaults and overrides, and that they build components."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -11,7 +12,12 @@ from pretrain.description import describe
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import Soap
 from pretrain.papers.copying import Copying
-from ssl_bench.composition.choices import choices, config_folder
+from ssl_bench.composition.choices import (
+    choices,
+    config_folder,
+    entry_points,
+    load_entry_point,
+)
 from ssl_bench.composition.compose import (
     build,
     component_class,
@@ -20,7 +26,7 @@ from ssl_bench.composition.compose import (
     instantiate,
     list_keys,
 )
-from ssl_bench.errors import ConfigurationError, split_alternatives
+from ssl_bench.errors import BrokenFile, ConfigurationError, split_alternatives
 from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS
 
 
@@ -123,3 +129,47 @@ def test_every_option_of_every_initialiser_can_be_overridden(model, kinds):
 
     older = {"mlp_mean", "mlp_input_std"} if model.startswith("vit") else set()
     assert set(options) == older | {item.name for kind in kinds.values() for item in fields(kind)}
+
+
+OWN_MODULES = {
+    "own_part/__init__.py": "def build(): return 3\n",
+    "own_part/broken.py": "import json\n\njson.loads('x')\n",
+    "own_part/lacking.py": "import no_such_package_at_all\n",
+    "own_part/late.py": "import own_part\nown_part.missing\n",
+    "own_part-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: own-part\nVersion: 1.0\n",
+    "own_part-1.0.dist-info/entry_points.txt": "[ssl_bench.probe]\n"
+    "good = own_part:build\nnamed = own_part:missing\nbad = own_part.broken:build\n"
+    "lacks = own_part.lacking:build\nlate = own_part.late:build\nnone = own_part.nothing:build\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "reasons"),
+    [
+        ("named", ["module 'own_part' has no attribute 'missing'"]),
+        ("bad", ["broken.py, line 3, fails with JSONDecodeError"]),
+        ("lacks", ["lacking.py, line 1, ", "pip install no_such_package_at_all"]),
+        ("late", ["late.py, line 2, fails with AttributeError", "no attribute 'missing'"]),
+        ("none", ["fails with ModuleNotFoundError: No module named 'own_part.nothing'"]),
+    ],
+)
+def test_the_error_for_a_broken_entry_point_names_its_package_and_line(
+    tmp_path, monkeypatch, name, reasons
+):
+    for path, text in OWN_MODULES.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    points = entry_points("probe")
+
+    with pytest.raises(BrokenFile) as caught:
+        load_entry_point(points[name])
+
+    error = str(caught.value)
+    assert f"entry point {name} = {points[name].value} of the package own-part: " in error
+    assert all(reason in error for reason in reasons), error
+    assert ("line" in error) == (name not in ("named",))
+    assert load_entry_point(points["good"])() == 3
+    assert "good" in choices("probe")
+    for module in [module for module in sys.modules if module.startswith("own_part")]:
+        del sys.modules[module]

@@ -212,5 +212,12 @@ def test_two_runs_of_one_name_and_unknown_keys_are_refused(tmp_path):
         papers(write_papers(tmp_path / "two", p=run, q=run))
     with pytest.raises(ConfigurationError, match=r"run a expects the keys .* got hours"):
         papers(write_papers(tmp_path / "unknown", p=f"{run}    hours: 3\n"))
+    for text in ("- a", "titel: T"):
+        (tmp_path / "unknown/papers/p.yaml").write_text(text)
+        with pytest.raises(ConfigurationError, match="reference, runs, tables, title"):
+            papers(tmp_path / "unknown")
+    (paper,) = papers(write_papers(tmp_path / "empty", p="tables:\n"))
+    assert (paper.name, paper.title, paper.reference) == ("p", "T", "R")
+    assert (paper.tables, paper.experiments) == ((), {})
     with pytest.raises(ConfigurationError, match=r"run name .* got A"):
         papers(write_papers(tmp_path / "name", p=run.replace("a:", "A:")))

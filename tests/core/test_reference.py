@@ -47,6 +47,19 @@ def test_the_help_of_a_flag_names_the_key_that_it_sets():
     assert named == set(keys_of_flags())
 
 
+def test_the_help_of_a_flag_states_its_default():
+    stated = {
+        (command, action.dest): (found[1], str(action.default))
+        for command, action in flags()
+        if action.default is not None
+        if (found := re.search(r"\(default: ([^\s,)]+)\)", action.help or ""))
+    }
+
+    assert len(stated) > 25
+    assert stated["data", "side"] == ("256", "256")
+    assert [flag for flag, (told, default) in stated.items() if told != default] == []
+
+
 @pytest.mark.parametrize(("command", "flag", "key"), list(keys_of_flags()))
 def test_a_flag_sets_its_key(command, flag, key, monkeypatch):
     value = "skip" if flag == "on_bad_image" else "3"

@@ -10,6 +10,7 @@ import pytest
 from ssl_bench.report.drawing import (
     MAX_END_LABELS,
     SMALL,
+    choose_log_ticks,
     choose_ticks,
     draw_chart,
     spread_labels,
@@ -117,6 +118,31 @@ def test_ticks_are_round_and_cover_all_values():
         ticks = choose_ticks(low, high)
         assert ticks[0] <= low <= high <= ticks[-1]
         assert ticks == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "powers"),
+    [
+        (1.0, 1000.0, [0, 1, 2, 3]),
+        (1.0, 1e5, [0, 1, 2, 3, 4, 5]),
+        (2.0, 2e5, [0, 2, 4, 6]),
+        (0.02, 3e9, [-2, 1, 4, 7, 10]),
+    ],
+)
+def test_ticks_of_a_logarithmic_axis_are_few_powers_of_ten(low, high, powers):
+    assert choose_log_ticks(low, high) == pytest.approx([10.0**power for power in powers])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.0, 250_000.0, ["0", "50000", "1e5", "1.5e5", "2e5", "2.5e5"]),
+        (-0.0002, 0.0, ["-2e-4", "-1.5e-4", "-1e-4", "-5e-5", "0"]),
+        (99_998.0, 100_001.0, ["99998", "99999", "1e5", "1e5"]),
+    ],
+)
+def test_labels_of_ticks_are_short(low, high, labels):
+    assert [tick.label for tick in draw_chart([curve(low, high)]).y_ticks] == labels
 
 
 def test_a_curve_fills_the_drawing_and_a_missing_value_interrupts_it():

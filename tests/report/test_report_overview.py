@@ -337,6 +337,10 @@ def test_datasets_have_equal_weight_regardless_of_their_number_of_checkpoints():
 
     names = [checkpoint.name for checkpoint in leaderboard(*records).checkpoints]
 
+    # Other settings are no headline, so they do not count.
+    changed = [replace(r, changed={"tau": 0}, value=99 - r.value) for r in records]
+    other = [replace(r, settings={"tau": n}) for n in (0.3, 0.4) for r in changed]
+    assert names == [checkpoint.name for checkpoint in leaderboard(*records, *other).checkpoints]
     # The mean ranks are (2/5 + 0/2) / 2 = 0.2 for a, (0/5 + 1/2) / 2 = 0.25 for b, and 1/5 for c.
     assert names == list("acbde")
 

@@ -96,15 +96,17 @@ def test_blocks_without_a_common_severity_have_no_drop():
 
 def test_every_corruption_and_encoder_has_a_table():
     first, snow = corrupted_blocks((80.0, 60.0))
-    fog = corrupted(first, "fog", 3, value=20.0)
+    fog = corrupted(first, "fog", 3, value=20.0, torch="7.8")
     other = [
-        replace(record, checkpoint_sha256="d" * 64, model="other", value=value)
+        replace(record, checkpoint_sha256="d" * 64, model="other", value=value, torch="7.9")
         for record, value in ((first, 60.0), (fog, 30.0))
     ]
 
     tables = severity_tables([first, snow, fog, *other])
 
     drops = [(table.title.split(", ")[-2:], table.columns, table.drop(0)) for table in tables]
+    notes = {tuple(table.title.split(", ")[-2:]): " ".join(table.notes) for table in tables}
+    assert [names for names, note in notes.items() if ", 7.8;" in note] == [("fog", "skip")]
     assert sorted(drops, key=str) == [
         (["fog", "other"], (0, 3), pytest.approx(50.0)),
         (["fog", "skip"], (0, 3), pytest.approx(75.0)),

@@ -155,7 +155,10 @@ def test_drawn_curves_are_short_and_have_gaps(tmp_path, print_table):
         (["photos"], 3, ""),
         (["empty"], 3, ""),
         (["run", "--metric", "los"], 2, "`--metric loss`"),
-        (["run", "--task", "knn"], 2, "`--metric loss`"),
+        *(
+            (["run", flag, "1"], 2, f"Leave out {flag}")
+            for flag in ("--task", "--layer", "--dataset", "--facet", "--protocol")
+        ),
         (["run", "--pivot"], 2, ""),
     ],
 )

@@ -5,6 +5,7 @@ Their footnotes and figures are tested, too.
 
 import csv
 import io
+import itertools
 import json
 import math
 import re
@@ -28,7 +29,7 @@ from ssl_bench.tables.sheets import (
     render_tables,
 )
 from tests.core.test_results import RECORD
-from tests.support.faults import small_files
+from tests.support.faults import expect_error, small_files
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
 NAMES = tuple(sorted(f"skip {record.encoder_id[:6]}" for record in (RECORD, SKIPLESS)))
@@ -402,6 +403,23 @@ def test_columns_are_aligned_and_terminal_codes_have_no_width():
     # Block indices are aligned right.
     sheet = Sheet("", ("block", "a"), ((Cell("9"), Cell("1")), (Cell("10"), Cell("2"))), ())
     assert format_sheet(sheet, "text").splitlines()[4:6] == ["    9  1", "   10  2"]
+
+
+KINDS = ("--pivot", "--paper table2", "--over-epochs", "--over-severity", "--over-steps runs")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(" ".join(pair) for pair in itertools.combinations(KINDS, 2)),
+        *(f"--pack {other}" for other in (*KINDS, "--figure a.png", "--format csv")),
+    ],
+)
+def test_only_one_kind_of_table_is_printed_or_packed(capsys, words):
+    line = expect_error(capsys, ["table", *words.split()], 2)
+
+    used = [word for word in words.split() if word.startswith("--")]
+    assert set(line.partition(", got ")[2].split(" and ")) == set(used)
 
 
 def test_only_a_terminal_gets_bold_text(monkeypatch):
