@@ -1,5 +1,6 @@
 """Test that `ssl-bench probe` imports only what it needs, skips finished work and prints JSON."""
 
+import io
 import json
 import os
 import subprocess
@@ -159,6 +160,36 @@ def test_tokencut_finds_objects_once_in_a_folder_without_labels(workplace, capsy
     assert sorted(path.name for path in masks) == ["0.png.png", "1.png.png", "2.png.png"]
     assert main([*words, "--dry-run"]) == 0
     assert "1 scores: 1 finished, 0 pending" in capsys.readouterr().out
+
+
+class _BrokenOutput(io.StringIO):
+    """A standard output whose flush or write raises an error."""
+
+    def __init__(self, *, write: OSError | None = None, flush: OSError | None = None) -> None:
+        super().__init__()
+        self.raised = {"write": write, "flush": flush}
+
+    def write(self, text: str) -> int:
+        if (error := self.raised["write"]) and text:
+            raise error
+        return len(text)
+
+    def flush(self) -> None:
+        if error := self.raised["flush"]:
+            raise error
+
+
+def test_output_that_nobody_reads_is_no_error_and_a_full_disk_is(monkeypatch, capsys):
+    for broken, code in (
+        (_BrokenOutput(write=BrokenPipeError()), 0),
+        (_BrokenOutput(flush=BrokenPipeError()), 0),
+        (_BrokenOutput(flush=OSError(28, "No space left on device")), 5),
+    ):
+        monkeypatch.setattr(sys, "stdout", broken)
+        assert main(["completion", "bash"]) == code
+        # Python does not flush this stream at exit, which would fail again.
+        assert sys.stdout is None
+        assert ("No space left" in capsys.readouterr().err) == (code == 5)
 
 
 def test_debug_shows_the_traceback(workplace):

@@ -22,6 +22,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.data.layouts.toy import Painter
 from ssl_bench.data.sources import SOURCES, Download
+from ssl_bench.errors import DataError, MachineError
 from tests.support.faults import expect_error, photo_folder, picture, voc
 
 
@@ -182,6 +183,29 @@ def test_a_zip_with_paths_outside_is_unpacked_below_its_folder(published, name):
     assert not Path("/tmp/out.png").exists()
 
 
+@pytest.mark.parametrize("name", ["a.ZIP", "a.zip", "a.tar", "a.tar.gz"])
+def test_the_unpacked_size_must_fit_on_the_disk(tmp_path, monkeypatch, name):
+    content = bytes(5000)
+    if name.lower().endswith("zip"):
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as zipped:
+            zipped.writestr("x/y.txt", content)
+    else:
+        with tarfile.open(tmp_path / name, f"w:{name.partition('tar.')[2]}") as tarred:
+            member = tarfile.TarInfo("x/y.txt")
+            member.size = len(content)
+            tarred.addfile(member, io.BytesIO(content))
+    free = SimpleNamespace(free=4999)
+    monkeypatch.setattr(data_command.shutil, "disk_usage", lambda _: free)
+
+    with pytest.raises(MachineError) as caught:
+        data_command.unpack(tmp_path / name, tmp_path / "out")
+    assert caught.value.hint == ("--data-root", "{folder}")
+    assert not (tmp_path / "out").exists()
+    free.free = 5000
+    data_command.unpack(tmp_path / name, tmp_path / "out")
+    assert (tmp_path / "out/x/y.txt").read_bytes() == content
+
+
 def test_a_damaged_archive_is_reported(published, tmp_path, capsys):
     content = bytearray(make_archive(tmp_path / "made", "zip"))
     content[len(content) // 3] ^= 255
@@ -189,6 +213,19 @@ def test_a_damaged_archive_is_reported(published, tmp_path, capsys):
     assert download(root) == 3
     assert "is damaged" in capsys.readouterr().err
     assert not (root / ".ssl-bench").exists()
+
+
+def test_a_zip_with_invalid_compressed_data_is_damaged(tmp_path):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("x", bytes(5000))
+    content = bytearray(path.read_bytes())
+    # A header of 30 bytes and the name precede the data. No block of deflate begins like this.
+    content[31] = 0xFF
+    path.write_bytes(content)
+
+    with pytest.raises(DataError, match="is damaged"):
+        data_command.unpack(path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

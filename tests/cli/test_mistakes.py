@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.cli.parser import build_parser
+from ssl_bench.cli.parser import build_parser, command_parsers
 from ssl_bench.composition.choices import choices
 from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
 from ssl_bench.results import ResultStore
@@ -50,6 +50,8 @@ MISSING_OR_CONFLICTING = [
     ("data download voc2012", 2, "--data-root FOLDER"),
     ("data verify", 2, "ssl-bench data verify FOLDER"),
     ("table --best-layer oracle", 2, "--pivot"),
+    ("table --best-layer oracle --over-epochs", 2, "--pivot"),
+    ("table --pivot --as a=b", 2, "--paper TABLE"),
     ("keys probe", 2, "ssl-bench keys probe.attention"),
     ("reproduce --run", 2, "ssl-bench reproduce"),
     ("reproduce table2 --run", 2, "data.root=FOLDER"),
@@ -107,6 +109,28 @@ def test_a_flag_that_expects_a_number_refuses_a_text(workdir, capsys, words):
 
     assert f"argument {flag}: " in line
     assert re.findall(r"`(.*?)`", line) == [f"ssl-bench {words.split()[0]} --help"]
+
+
+def test_every_command_has_a_help_and_a_debug_flag():
+    parser = build_parser()
+    commands = command_parsers(parser)
+    assert {"probe", "table", "report", "data"} < set(commands)
+    for name, command in commands.items():
+        assert not parser.parse_args([name, *REQUIRED.get(name, ())]).debug
+        assert parser.parse_args([name, *REQUIRED.get(name, ()), "--debug"]).debug
+        text = command.format_help()
+        assert "{}" not in text
+        assert ("KEY=VALUE (e.g. " in text) == (name in ("probe", "sweep", "pretrain"))
+    assert "probe.tau=0.3 or probe.neighbours=[10,20]" in commands["sweep"].format_help()
+
+
+REQUIRED = {
+    "probe": ["--task", "pca"],
+    "features": ["--out", "x"],
+    "compare": ["a"],
+    "data": ["list"],
+    "completion": ["bash"],
+}
 
 
 def test_the_version_is_printed(capsys):

@@ -223,6 +223,24 @@ def test_the_plan_of_a_figure_ends_with_the_command_that_draws_it(capsys):
             assert build_parser().parse_args(shlex.split(line)[1:]).figure == "curves.png"
 
 
+def test_curves_are_drawn_from_the_runs_that_have_a_log(tmp_path, capsys):
+    name = "orthogonal_self_attention/figure1"
+    first, second, *_ = [tmp_path / run.name for run in plan_of(name).runs]
+
+    def drawn(*words: str) -> list[str]:
+        assert main(["reproduce", *words, "--runs", str(tmp_path)]) == 0
+        line = next(one for one in capsys.readouterr().out.splitlines() if " curves " in one)
+        return shlex.split(line.partition(": ")[2])
+
+    assert {str(first), str(second)} < set(drawn(name))
+    second.mkdir()
+    (second / "log.jsonl").touch()
+    words = drawn(name)
+    assert words[words.index("--over-steps") + 1 : words.index("--metric")] == [str(second)]
+    words = drawn("cutting_the_skip/figure2", "--out", "elsewhere")
+    assert words[words.index("--out") + 1] == "elsewhere"
+
+
 def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
     commands = [
         ["reproduce"],

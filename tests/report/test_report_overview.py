@@ -20,7 +20,7 @@ from ssl_bench.report.overview import (
     summarize_checkpoints,
     summarize_leaderboard,
 )
-from ssl_bench.report.pages import build_report
+from ssl_bench.report.pages import build_index_page, build_report
 from ssl_bench.report.panels import (
     group_by_task,
     group_into_panels,
@@ -230,6 +230,51 @@ def test_checkpoints_with_the_same_name_show_their_differences(tmp_path):
     digests = {f"modules sha256 {digits * 6}" for digits in ("ab", "cd")}
     assert distinctions == {"image size not set", "image size 224", *digests, ""}
     assert all(f'"block">{words}<' in page for words in distinctions - {""})
+
+
+def index_page(root: Path, *records: Record):
+    return build_index_page(build_report(ResultStore(root), records, []))
+
+
+def test_sentences_and_strips_begin_with_the_best_checkpoint_whose_curve_is_on_top(tmp_path):
+    records = [cell(value=40.0), skipless(value=60.0), cell(**SEGMENTATION), plain()]
+    for record in records[:2]:
+        save_pictures(tmp_path, f"tokencut/toy/{folder_of(record)}/reference/block03_key/dog")
+
+    page = index_page(tmp_path, *records)
+
+    assert [one.name for one, _ in page["summaries"]] == ["skipless", "skip"]
+    assert [strip.checkpoint.name for strip in page["strips"]] == ["skipless", "skip"]
+    (column,) = [one for one in page["columns"] if one["panel"].task == "tokencut"]
+    assert [one.name for one in column["chart"].curves] == ["skip", "skipless"]
+    assert {one.name for one in column["best"]} == {"skipless"}
+    assert [one["task"] for one in page["sections"]] == ["segmentation", "tokencut", "conditioning"]
+    assert dict(page["filters"])["task"] == ["conditioning", "segmentation", "tokencut"]
+    assert dict(page["filters"])["facet"] == ["key", "token"]
+
+
+@pytest.mark.parametrize("is_headline", [True, False])
+def test_signs_are_explained_only_for_scores_of_the_leaderboard(tmp_path, is_headline):
+    details = {"degenerate_percent": 90.0} | Baseline("centre box", 55.0).as_details()
+    changed = {} if is_headline else {"settings": {"tau": 0.3}, "changed": {"tau": 0.3}}
+
+    page = index_page(tmp_path, replace(cell(**changed), details=details), cell(layer=0))
+
+    signs = [page[name] for name in ("has_crosses", "has_baselines")]
+    assert signs == [is_headline, is_headline]
+    assert any("†" in note for note in page["notes"])
+    assert page["has_labels"]
+    assert not page["has_degenerate"]
+
+
+def test_the_settings_of_a_headline_are_shown_if_there_are_several(tmp_path):
+    smaller = {"settings": {"longer_side": 144}, "changed": {"longer_side": 144}}
+    several = [cell(**smaller), skipless(**smaller), cell(), cell(dataset="voc")]
+    other = [cell(checkpoint_sha256="f" * 64, model="dinov2"), cell(**smaller, dataset="voc")]
+
+    for records, shown in ((several, [False, False]), ([*several, *other], [True, True, False])):
+        columns = index_page(tmp_path, *records)["columns"]
+        assert [one["has_variant"] for one in columns] == shown
 
 
 def test_the_reason_of_an_undefined_value_is_shown(tmp_path):

@@ -151,6 +151,16 @@ def test_a_value_between_gaps_is_a_dot(tmp_path):
     assert [mark.tooltip for mark in curve.marks] == ["run, step 10: 1.000"]
 
 
+def test_axes_name_the_measure_and_its_unit(tmp_path):
+    rows = [{"step": step, "epoch": 0, "loss": 1.0, "knn_top1": 5.0} for step in (1, 2)]
+    write_log(tmp_path / "run", rows)
+
+    drawn = draw_logs(tmp_path)
+    labels = {one.measure: one.chart.y_label for one in (*drawn.panels, *drawn.folded)}
+
+    assert labels == {"loss": "loss", "knn_top1": "knn_top1 (%)"}
+
+
 def test_the_axis_of_a_constant_learning_rate_is_close_to_its_value(tmp_path):
     write_log(tmp_path / "run", [{"step": step, "loss": 1.0, "lr": 3e-4} for step in (1, 2)])
 

@@ -148,6 +148,16 @@ def test_two_runs_with_the_same_name_are_reported_and_not_drawn(tmp_path):
     assert "data-group" not in page
 
 
+def test_a_run_that_cannot_be_drawn_does_not_hide_later_runs():
+    later = [make_record("skipless", 100.0, 0, 70.0), replace(SINGLE, model="skipless", value=86.0)]
+    twin = replace(TREND[0], checkpoint_sha256="f" * 64)
+
+    (one,) = find_trends([*TREND, twin, *later])
+
+    assert [trend.name for trend in one.trends] == ["skipless"]
+    assert len(one.problems) == 1
+
+
 def test_the_highest_of_many_runs_are_drawn():
     lowest = 3
     records = [

@@ -131,6 +131,44 @@ def test_no_block_is_best_when_higher_is_not_better(store, shas):
     assert any(note.startswith("no block is best") for note in table.sheet().notes)
 
 
+def test_tables_name_their_seed_and_encoders_without_a_best_block(store):
+    degenerate = {"details": {"degenerate_percent": 90.0}}
+    for seed in (0, 7):
+        save(store, "a", {0: hits(1, 0), 1: hits(1, 1)}, seed=seed, **degenerate)
+        save(store, "d", {0: hits(1, 0)}, seed=seed, **degenerate)
+
+    tables = compare(store)
+
+    assert [table.title.rpartition(", ")[2] for table in tables] == ["seed 0", "seed 7"]
+    # A single block is no choice.
+    assert [table.without_best for table in tables] == [("skip",), ("skip",)]
+    assert [row.name for row in tables[0].rows] == ["0", "last (1, 0)"]
+    (mark,) = tables[0].sheet().marks
+    assert mark.startswith("†")
+    assert "never marked" in mark
+
+
+def test_encoders_of_the_same_name_are_told_apart_by_their_ids(store):
+    for sha in "ad":
+        store.save(cell(checkpoint_sha256=sha * 64, value=50.0, num_images=2), hits(1, 0))
+
+    (table,) = compare(store)
+
+    assert table.names == tuple(f"skip {known_as(sha)[:6]}" for sha in "ad")
+    assert set(table.code) == set(table.names)
+
+
+def test_the_reasons_concern_only_tasks_of_the_compared_encoders(store):
+    for sha in "ad":
+        save(store, sha, {0: hits(1, 0)})
+    save(store, "a", {0: hits(1, 0)}, task="knn", metric="top1_k20")
+    store.save(cell(checkpoint_sha256="e" * 64, task="pca", metric="explained_variance"))
+
+    _, reasons = compare_encoders(store, store.records(), {known_as(one): one for one in "ad"})
+
+    assert list(reasons) == ["knn"]
+
+
 def test_comparisons_of_older_data_say_so_in_their_titles(store, cli):
     for sha in "ad":
         save(store, sha, {0: hits(1, 0)})

@@ -147,6 +147,14 @@ def test_ends_of_intervals_are_averaged_over_seeds():
     seeds = [replace(RECORD, ci95=(30.0, 45.0)), replace(RECORD, seed=1, ci95=(34.0, 55.0))]
     entry = mean_entry(seeds)
     assert (entry.low, entry.high, entry.seeds) == (32.0, 50.0, (0, 1))
+    values = ((30.0, 10.0), (60.0, 70.0), (60.0, None))
+    entry = mean_entry(
+        [
+            replace(RECORD, value=value, details={"degenerate_percent": share}, seed=seed)
+            for seed, (value, share) in enumerate(values)
+        ]
+    )
+    assert (entry.value, entry.degenerate_percent) == (50.0, 40.0)
 
     # An interval with only one known end is left out.
     for ends in ((math.nan, 50.0), (20.0, math.nan)):
