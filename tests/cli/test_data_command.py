@@ -92,6 +92,11 @@ def test_datasets_are_listed_together_and_alone(capsys):
     assert listed.keys() == SOURCES.keys()
     assert listed["coco_stuff"]["class_names"][:2] == ["person", "bicycle"]
     assert len(listed["coco_stuff"]["class_names"]) == listed["coco_stuff"]["num_classes"] == 171
+    assert listed["coco_stuff"]["counts"] == {"train": 118_287, "val": 5_000}
+    assert listed["voc2007"]["counts"] == {"train": 209, "val": 213, "discovery": 5_011}
+    assert {name: listed[name]["num_classes"] for name in ("voc2012", "camvid", "folder")} == {
+        "voc2012": 21, "camvid": 11, "folder": 0
+    }  # fmt: skip
     assert listed["cityscapes"]["roles"] == ["segmentation", "images"]
     assert main(["data", "list", "voc2012"]) == 0
     said = capsys.readouterr().out

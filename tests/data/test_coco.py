@@ -17,7 +17,7 @@ from ssl_bench.data.layouts import coco20k as layout
 from ssl_bench.data.layouts.coco20k import LIST, Coco20k, read_boxes
 from ssl_bench.data.layouts.coco_stuff import COARSE_NAMES, CocoStuff, read_classes
 from ssl_bench.data.samples import PUBLISHED_COUNTS, Dataset, Sample
-from ssl_bench.errors import DataError
+from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.network import PublishedFile
 from tests.support.faults import coco20k
 
@@ -68,6 +68,24 @@ def test_boxes_are_rounded_corners_without_crowds(root, dataset, capsys):
     assert boxes_of(images[0]).tolist() == [[1, 2, 5, 6], [1, 4, 3, 4]]
     assert [boxes_of(images[n]).shape for n in (1, 2)] == [(0, 4), (0, 4)]
     assert capsys.readouterr().out == ""
+
+
+def test_only_boxes_of_listed_images_are_in_the_fingerprint(root, dataset):
+    path = root / "annotations/instances_train2014.json"
+    whole, before = path.read_text(), dataset.discovery().fingerprint()
+    for old, new, is_listed in (("[0, 0, 2, 2]", "[0, 0, 2, 3]", False), ("4.0]", "6.0]", True)):
+        path.write_text(whole.replace(old, new))
+        assert (dataset.discovery().fingerprint() != before) == is_listed
+    assert dataset.images().fingerprint() != before
+
+
+def test_the_folder_above_and_a_part_of_the_list_can_be_given(root, tmp_path):
+    half = Coco20k(tmp_path, discovery_split="train2014:0-34%", cache=tmp_path / "cache")
+
+    assert half.discovery().ids == half.images().ids == (stem(7),)
+    assert boxes_of(half.discovery()[0]).tolist() == [[1, 2, 5, 6], [1, 4, 3, 4]]
+    with pytest.raises(ConfigurationError):
+        Coco20k(tmp_path, discovery_split="train2014:half")
 
 
 def test_incomplete_annotations_are_refused(root, dataset):

@@ -5,6 +5,8 @@ The same images must get the same scores from every kind of dataset.
 
 import io
 import sys
+import urllib.error
+from email.message import Message
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,13 @@ from torchvision.transforms import v2
 
 import ssl_bench
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.layouts.python_dataset import PythonDataset
+from ssl_bench.data.layouts import hugging_face
+from ssl_bench.data.layouts.python_dataset import PythonDataset, to_pixels
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.splits import limit_images
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, UnreadableImage
-from tests.support.faults import encoder_file
+from ssl_bench.network import DownloadError
+from tests.support.faults import encoder_file, unchecked_types
 
 CLASSES = ("light red", "green", "blue")
 TO_FLOATS = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
@@ -169,6 +173,25 @@ def test_images_of_every_type_have_the_same_pixels_and_identity(convert):
     assert converted.train().fingerprint() == plain.train().fingerprint()
 
 
+GRAY = np.array([[0, 51], [102, 255], [204, 153]], np.uint8)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        Image.fromarray(GRAY),
+        GRAY,
+        GRAY[..., None],
+        torch.from_numpy(GRAY),
+        torch.from_numpy(GRAY)[None],
+        # Float images are rounded to the nearest number.
+        torch.from_numpy(GRAY) / 255 - 0.001 * (torch.from_numpy(GRAY) > 0),
+    ],
+)
+def test_gray_images_of_every_type_have_three_equal_channels(image):
+    np.testing.assert_array_equal(to_pixels(image), np.stack([GRAY] * 3, 2))
+
+
 @pytest.mark.parametrize(
     ("dataset", "kind"),
     [
@@ -186,6 +209,24 @@ def test_images_of_every_type_have_the_same_pixels_and_identity(convert):
 def test_unsupported_content_is_refused(dataset, kind):
     with pytest.raises(kind):
         open_sets(val=dataset).val()
+
+
+@pytest.mark.parametrize(
+    ("image", "named"),
+    [
+        ("photo.jpg", "got str"),
+        (np.zeros((4, 5, 2), np.uint8), "got 4 x 5 x 2 of uint8"),
+        (np.zeros((4, 5, 3)), "got 4 x 5 x 3 of float64"),
+        (torch.zeros(4, 5, 3), "got 4 x 5 x 3"),
+        (torch.zeros(3, 4, 5, dtype=torch.int32), "got torch.int32"),
+        (torch.tensor([[-1.0, 0.5]]), "got -1 to 0.5"),
+        (torch.tensor([[0.0, 255.0]]), "got 0 to 255"),
+        (picture(0).convert("F"), "the mode F"),
+    ],
+)
+def test_the_error_for_an_image_names_what_is_wrong(image, named):
+    with unchecked_types(), pytest.raises(DataError, match=named):
+        open_sets(images=[image])
 
 
 def test_the_identity_is_that_of_the_content():
@@ -487,6 +528,54 @@ def test_rows_are_skipped_limited_and_split_as_files_are(encoder, tmp_path, caps
     assert main([*words, "--on-bad-image", "skip", "--limit", "12", "data.bits=12"]) == 0
     assert main(["data", "check", f"hf:{folder}", "dataset.val_split=train:50-100%"]) == 2
     assert main(["data", "check", f"hf:{folder}", *words[-2:]]) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_cached", "error"),
+    [
+        (None, True, None),
+        *((code, True, DataError) for code in (401, 403, 404)),
+        (500, True, None),
+        ("offline", True, None),
+        ("offline", False, MachineError),
+        (None, False, DataError),
+    ],
+)
+def test_a_dataset_of_the_hub_is_read_at_its_revision_or_from_the_cache(
+    monkeypatch, answer, is_cached, error
+):
+    datasets = pytest.importorskip("datasets")
+    calls: list[tuple[Any, ...]] = []
+
+    def open_url(request: Any) -> io.BytesIO:
+        assert request.full_url == f"{hugging_face.huggingface_hub.constants.ENDPOINT}/{path}"
+        if isinstance(answer, int):
+            raise urllib.error.HTTPError(request.full_url, answer, "", Message(), None)
+        if answer == "offline":
+            raise DownloadError("no answer")
+        return io.BytesIO()
+
+    def load_dataset(*names: str, revision: str) -> dict[str, str]:
+        calls.append((*names, revision, datasets.config.HF_HUB_OFFLINE))
+        if not is_cached:
+            raise ValueError("nothing")
+        return {"train": "table"}
+
+    name, was_offline = f"org/{answer}-{is_cached}", datasets.config.HF_HUB_OFFLINE
+    path = f"api/datasets/{name}"
+    monkeypatch.setattr(hugging_face, "open_url", open_url)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+    if error is None:
+        assert hugging_face.load_tables(f"{name}@v1", "part") == {"train": "table"}
+    else:
+        with pytest.raises(error) as raised:
+            hugging_face.load_tables(f"{name}@v1", "part")
+        hint = ("--dataset", "hf:{folder}") if error is MachineError else ()
+        assert tuple(raised.value.hint) == hint
+    is_read = error is not DataError or not is_cached
+    assert calls == [(name, "part", "v1", answer == "offline" or was_offline)] * is_read
+    assert was_offline == datasets.config.HF_HUB_OFFLINE
 
 
 def test_addresses_without_a_dataset_are_refused(tmp_path, monkeypatch, capsys):

@@ -16,6 +16,7 @@ from ssl_bench.data.layouts.toy import (
     Scene,
     Toy,
     ToyObjects,
+    _crop_background,
     _draw_outlines,
 )
 from ssl_bench.data.samples import Dataset
@@ -95,6 +96,26 @@ def test_objects_have_their_centres_in_the_middle_of_both_sides():
         row, col = np.unravel_index(depth.argmin(), depth.shape)
         assert 0.2 * height - 1 <= row <= 0.8 * height + 1
         assert 0.2 * width - 1 <= col <= 0.8 * width + 1
+
+
+def test_a_background_is_a_part_of_a_photograph_without_distortion():
+    # The channels of the photograph are the row, the column and 0.
+    photograph = np.stack([*np.mgrid[:60, :200], np.zeros((60, 200))], 2).astype(np.float32)
+    zooms, flips = [], set()
+
+    for seed in range(20):
+        crop = _crop_background(np.random.default_rng(seed), photograph, 30, 40)
+        assert crop.shape == (30, 40, 3)
+        middle = crop[5:-5, 5:-5]
+        down, right = np.diff(middle[..., 0], axis=0).mean(), np.diff(middle[..., 1], axis=1).mean()
+        zooms.append(down)
+        flips.add(bool(right < 0))
+        assert down == pytest.approx(abs(right), abs=0.08)
+
+    # At most, the crop has the height of the photograph. At least, it has 60 % of this height.
+    assert 1.15 <= min(zooms) < 1.4
+    assert 1.8 < max(zooms) <= 2.05
+    assert flips == {False, True}
 
 
 def test_a_scene_depends_on_split_seed_and_number_alone():

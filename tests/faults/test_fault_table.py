@@ -456,7 +456,7 @@ BOXES = [
     wrong_coco("object 7", "[41.0, 8.0, 57.0, 24.0]", bbox=[41, 8, 16, 16]),
     wrong_coco("object 7", iscrowd=False),
     wrong_coco("object 7", iscrowd=2),
-    wrong_coco("object 7", image_id=1.6),
+    *(wrong_coco("object 7", image_id=number) for number in (1.6, 2**63, -(2**63))),
     wrong_coco(id=True),
     *(wrong_coco(width=width) for width in (80, "40")),
     Fault("COCO: other file names", rename_coco_images, CHECK_COCO, 3, "cat is not"),
