@@ -16,7 +16,7 @@ import torchvision
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import load_encoder
+from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading import load
 from ssl_bench.models.loading.load import load_and_log
 from ssl_bench.system.files import file_sha256
@@ -161,6 +161,7 @@ def test_dino_and_deit_need_no_renaming(tmp_path):
     safetensors.torch.save_file(model.state_dict(), tmp_path / "w.safetensors")
     encoder = same_features(tmp_path / "w.safetensors", model, extra=("token_normed",))
     assert (encoder.contents.layout, encoder.contents.ignored) == ("DINO, timm", {})
+    assert identify_encoder(encoder.uri).identity() == encoder.identity()
 
 
 # CLIP: https://github.com/openai/CLIP/blob/d05afc43, clip/model.py.
@@ -179,13 +180,15 @@ CLIP_NAMES = {
 }
 
 
-@pytest.mark.parametrize("prefix", ["", "module.visual."])
-def test_the_image_encoder_of_clip_is_loaded_with_a_timm_name(tmp_path, prefix):
+@pytest.mark.parametrize(
+    ("prefix", "squeezes"), [("", True), ("", False), ("module.visual.", True)]
+)
+def test_the_image_encoder_of_clip_is_loaded_with_a_timm_name(tmp_path, prefix, squeezes):
     name, arguments = "vit_xsmall_patch16_clip_224", {"depth": 2}
     model = timm.create_model(name, num_classes=0, **arguments)
     weights = renamed(model.state_dict(), CLIP_NAMES) | {"proj": torch.zeros(512, 384)}
     content = {
-        prefix + name: value.squeeze() if "embedding" in name else value
+        prefix + name: value.squeeze() if "embedding" in name and squeezes else value
         for name, value in weights.items()
     }
     if prefix:

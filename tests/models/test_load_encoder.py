@@ -1,5 +1,6 @@
 """Test that checkpoints of this suite and of timm are loaded, and that other files are refused."""
 
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from ssl_bench.models import (
     load_encoder,
     save_encoder,
 )
-from ssl_bench.models.loading.checkpoint import read_metadata
+from ssl_bench.models.loading.checkpoint import is_number, read_metadata
 from ssl_bench.system.files import file_sha256
 from tests.support.faults import DINO_LIKE, LFS_POINTER
 from tests.support.foreign_weights import assert_same_weights, message_of, timm_model
@@ -98,6 +99,12 @@ def test_metadata_of_another_kind_are_refused(saved, key, text):
     with pytest.raises(CheckpointError, match=key) as caught:
         load_encoder(str(saved))
     assert len(str(caught.value)) < 500
+
+
+def test_numbers_of_a_config_are_finite_and_below_a_billion():
+    numbers = (0, -1.5, 999_999_999, -999_999_999.5)
+    others = (1e9, -(10**9), math.inf, math.nan, True, None, "1", [1])
+    assert [is_number(value) for value in numbers + others] == [True] * 4 + [False] * 8
 
 
 def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):

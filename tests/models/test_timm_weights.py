@@ -194,6 +194,22 @@ def test_other_numbers_of_channels_are_refused(tmp_path, place, channels):
     assert f"{channels} channels" in error or f"64 x {channels} x 16 x 16" in error
 
 
+@pytest.mark.parametrize(("count", "more"), [(3, None), (4, "1"), (6, "3")])
+def test_the_error_for_other_shapes_names_three_and_counts_the_others(tmp_path, count, more):
+    wrong = [f"blocks.0.mlp.fc{n}.weight" for n in "12"] + ["norm.weight", "pos_embed"]
+    wrong = [*wrong, "cls_token", "blocks.0.attn.proj.weight"][:count]
+    weights = weights_of(**SMALL) | {key: torch.zeros(1, 6, 64) for key in wrong}
+    config = {"architecture": NAME, "model_args": SMALL}
+
+    message = message_of(folder_of(tmp_path / "f", weights, config))
+
+    assert message.count(" is 1 x 6 x 64, expected ") == 3
+    counted = re.findall(r" and (\d+) more, and nothing is resized", message)
+    assert counted == ([] if more is None else [more])
+    # The size of the images determines only the shape of the position embedding.
+    assert ('"img_size"' in message) == ("pos_embed" in wrong)
+
+
 def test_an_assumed_number_of_heads_can_be_stated_as_the_note_says(tmp_path):
     changes = {"depth": 2, "img_size": 32, "num_heads": 6}
     weights = weights_of(**changes)
