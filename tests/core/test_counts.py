@@ -9,10 +9,14 @@ import torch
 
 from probes.heads.scored_images import class_counts, confusion_counts
 from ssl_bench.scores import (
+    iou_from_counts,
     iou_per_class,
     is_hit,
     matched_mean_iou,
     mean_iou,
+    object_accuracy,
+    object_f_beta,
+    object_iou,
     pixel_accuracy,
 )
 from ssl_bench.system.device import scatter_value_counts
@@ -64,6 +68,40 @@ def test_mean_iou_of_a_dataset_equals_torchmetrics():
     counts = torch.cat([class_counts(p[None], t, 5) for p, t in pairs])
     expected = 100 * float(reference.compute())
     assert float(mean_iou(counts.sum(0).numpy())) == pytest.approx(expected, abs=1e-4)
+
+
+def test_scores_of_single_pixels_and_of_no_pixels():
+    one, none = np.array([[0, 1], [0, 1], [0, 1]]), np.zeros((3, 2), int)
+    both = np.stack([one, none])
+    nan = float("nan")
+    assert pixel_accuracy(both).tolist() == pytest.approx([100, nan], nan_ok=True)
+    assert mean_iou(both).tolist() == pytest.approx([100, nan], nan_ok=True)
+    found = iou_from_counts(np.array([1, 0, 0]), np.array([1, 1, 0])).tolist()
+    assert found == pytest.approx([100, 0, nan], nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("counts", "f_beta", "iou", "accuracy"),
+    [
+        # Correct, predicted, true and scored pixels of the object.
+        ((1, 1, 1, 1), 100, 100, 100),
+        ((0, 1, 1, 2), 0, 0, 0),
+        # Precision 1 and recall 0, and the reverse.
+        ((0, 0, 1, 4), 0, 0, 75),
+        ((0, 1, 0, 4), 0, 0, 75),
+        ((0, 0, 0, 4), 100, 100, 100),
+        ((0, 0, 0, 0), 100, 100, 100),
+        # Precision 1/2 and recall 1: 1.3 * 0.5 / (0.3 * 0.5 + 1). Then the reverse.
+        ((1, 2, 1, 8), 65 / 1.15, 50, 87.5),
+        ((1, 1, 2, 8), 65 / 0.8, 50, 87.5),
+    ],
+)
+def test_scores_of_object_masks_equal_values_computed_by_hand(counts, f_beta, iou, accuracy):
+    scores = [
+        float(score(np.array([counts]))[0])
+        for score in (object_f_beta, object_iou, object_accuracy)
+    ]
+    assert scores == pytest.approx([f_beta, iou, accuracy])
 
 
 @pytest.mark.parametrize(("width", "hit"), [(2, True), (1.99, False)])

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.models import ViTConfig, build_vit
 from ssl_bench.system import device as module
+from ssl_bench.system import process
 from ssl_bench.system.device import (
     RoundedProducts,
     autocast,
@@ -23,7 +24,16 @@ from ssl_bench.system.device import (
     describe_device,
     free_gpu_memory,
 )
-from ssl_bench.system.process import free_host_memory, keep_freed_memory, source_commit
+from ssl_bench.system.process import (
+    count_usable_cores,
+    free_host_memory,
+    free_shared_memory,
+    is_out_of_memory,
+    keep_freed_memory,
+    out_of_memory_error,
+    read_git_commit,
+    source_commit,
+)
 from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
 
@@ -253,3 +263,94 @@ def test_a_checkout_without_git_has_no_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
 
     assert source_commit.__wrapped__() is None
+
+
+def test_the_commit_is_that_of_the_checkout_or_of_a_file_in_the_package(monkeypatch, tmp_path):
+    package = tmp_path / "ssl_bench"
+    package.mkdir()
+    monkeypatch.setattr(process, "_PACKAGE", package)
+    for content, expected in ((None, None), ("", None), ("abc\n", "abc")):
+        if content is not None:
+            (package / process.COMMIT_FILE).write_text(content)
+        assert source_commit.__wrapped__() == expected
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(process, "read_git_commit", lambda checkout: f"of {checkout}")
+    assert source_commit.__wrapped__() == f"of {tmp_path}"
+
+
+def test_only_changes_of_tracked_files_make_a_checkout_dirty(tmp_path):
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        command = ["git", "-C", str(tmp_path), *identity, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    file = tmp_path / "file"
+    file.write_text("a")
+    git("init", "-q")
+    assert read_git_commit(tmp_path) is None
+    git("add", "file")
+    git("commit", "-qm", "first")
+    (tmp_path / "other").touch()
+    commit = git("rev-parse", "HEAD")
+    assert read_git_commit(tmp_path) == commit
+    file.write_text("b")
+    assert read_git_commit(tmp_path) == f"{commit}-dirty"
+
+
+def test_only_the_cores_that_this_process_may_use_are_counted(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5, 6}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert count_usable_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert count_usable_cores() == 64
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert count_usable_cores() == 1
+
+
+def test_free_shared_memory_is_that_of_users_or_unknown(monkeypatch):
+    blocks = SimpleNamespace(f_bavail=3, f_bfree=5, f_frsize=4096, f_bsize=512)
+    monkeypatch.setattr(os, "statvfs", {"/dev/shm": blocks}.__getitem__)
+    assert free_shared_memory() == 3 * 4096
+    monkeypatch.undo()
+    monkeypatch.setattr(process, "_SHARED_MEMORY", "/nowhere")
+    assert free_shared_memory() is None
+
+
+def caused_by(cause: BaseException) -> Exception:
+    error = ValueError("damaged file")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("CUDA Out Of Memory. Tried"), True),
+        (caused_by(caused_by(MemoryError())), True),
+        (caused_by(OSError("Cannot allocate memory")), True),
+        (caused_by(KeyError("x")), False),
+        (ValueError("memory"), False),
+        (KeyboardInterrupt("out of memory"), False),
+        (SystemExit("out of memory"), False),
+    ],
+)
+def test_a_lack_of_memory_is_recognised_by_type_text_and_cause(error, expected):
+    assert is_out_of_memory(error) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "command", "detail", "hint"),
+    [
+        (MemoryError(), "probe", "MemoryError", "probe.batch_size={smaller}"),
+        (RuntimeError("\n CUDA out of memory.\nMore"), "sweep", "CUDA out of memory.", "--jobs"),
+        (RuntimeError("x" * 300), "pretrain", "x" * 200, "train.batch_size={smaller}"),
+        (MemoryError("no room"), "report", "no room", None),
+    ],
+)
+def test_the_error_for_a_lack_of_memory_has_one_line_and_a_hint(error, command, detail, hint):
+    found = out_of_memory_error(error, command)
+
+    assert isinstance(found, MachineError)
+    assert str(found).startswith(f"out of memory ({detail})")
+    assert next(iter(found.hint), None) == hint

@@ -43,6 +43,18 @@ def test_pandas_has_a_row_of_plain_values_for_each_record(results):
     assert row["encoder_id"] == record.encoder_id
 
 
+def test_infinity_is_a_text_and_nan_null_in_the_settings_of_a_frame():
+    record = replace(RECORD, settings={"b": math.inf, "a": math.nan, "c": [1, -math.inf]})
+
+    frame = to_pandas([record, replace(record, ci95=None)])
+
+    assert frame["settings"][0] == '{"a": null, "b": "inf", "c": [1, null]}'
+    assert frame["high_95"].isna().tolist() == [False, True]
+    channels = [f"{name}_{channel}" for name in ("mean", "std") for channel in "rgb"]
+    assert frame[channels].iloc[0].tolist() == [0.5, 0.4, 0.3, 0.2, 0.2, 0.2]
+    assert not frame.columns.intersection(["ci95", "mean", "std"]).size
+
+
 def test_parquet_has_the_rows_of_csv_and_is_not_printed(results, capsysbinary, monkeypatch):
     ResultStore(results).save(replace(RECORD, ci95=None))
 

@@ -3,6 +3,7 @@
 Both must show the remaining time.
 """
 
+import io
 import os
 import pty
 import re
@@ -73,6 +74,8 @@ def test_a_log_gets_lines_with_the_time_left(capsys, monkeypatch):
     durations = (0.4, 59.0, 61.0, 3599.0, 11100.0)
     words = ["< 1 s", "59 s", "1 min", "1 h 00 min", "3 h 05 min"]
     assert list(map(format_duration, durations)) == words
+    sizes = {0: "0.1 MB", 12_340_000: "12.3 MB", 999_000_000: "999.0 MB", 10**9: "1.0 GB"}
+    assert list(map(output.format_size, sizes)) == [*sizes.values()]
 
 
 def test_the_time_left_on_a_terminal_ignores_the_first_slow_item():
@@ -86,6 +89,18 @@ def test_the_time_left_on_a_terminal_ignores_the_first_slow_item():
     late = [60 * int(minutes) + int(seconds) for done, minutes, seconds in left if int(done) > 3]
     assert late
     assert max(late) <= 3
+
+
+def test_the_rate_of_a_bar_is_that_of_the_items_after_the_first(monkeypatch):
+    bar, rates = output.bar_class()(total=20, initial=10, file=io.StringIO()), list[float]()
+    monkeypatch.setattr(bar, "start_t", 0.0)
+    for now in (50.0, 52.0, 54.0, 58.0):
+        monkeypatch.setattr(bar, "_time", lambda now=now: now)
+        bar.update()
+        rates.append(bar.format_dict["rate"])
+    # With only one item, the rate of tqdm remains.
+    assert rates[1:] == [1 / 2, 2 / 4, 3 / 8]
+    assert rates[0] != 0
 
 
 def test_commands_show_a_bar_on_a_terminal_only(tmp_path, monkeypatch, capfd):

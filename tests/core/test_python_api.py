@@ -20,11 +20,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 import ssl_bench
+from ssl_bench.api import Results
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import TimmConfig, ViTConfig, build_encoder, build_vit, save_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
+from ssl_bench.planning import plan_probes
 from ssl_bench.request import ProbeRequest
 from ssl_bench.system.output import format_size, say_once
 from tests.support import own_module
@@ -228,6 +230,25 @@ def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
     for call in (lambda: found.table(metric="rank"), lambda: found.plot("rank")):
         with pytest.raises(ConfigurationError, match='use `metric="rankme"`'):
             call()
+
+
+def test_a_missing_facet_is_replaced_unless_the_user_set_it():
+    encoder = ssl_bench.Encoder.from_module(own_module.own())
+    (default,), (chosen,) = (
+        plan_probes(["tokencut"], ["toy"], words, {}) for words in ([], ["probe.facet=key"])
+    )
+
+    assert (default.probe.facet, default.fit_to(encoder).facet) == ("key", "token")
+    assert chosen.fit_to(encoder).facet == "key"
+
+
+def test_results_without_records_are_empty_tables():
+    empty = Results(())
+
+    assert (len(empty), list(empty), repr(empty)) == (0, [], "Results without records")
+    assert (empty.table(), empty._repr_markdown_(), len(empty.to_pandas())) == ("", "", 0)
+    with pytest.raises(DataError):
+        empty.plot()
 
 
 def test_the_identity_of_a_module_ignores_the_import_name_of_its_file():

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record, ResultKey, ResultStore
-from ssl_bench.results.per_image import load_curve
+from ssl_bench.results.per_image import guess_kind, load_curve, matches_record
 from ssl_bench.results.record import RecordReader
 
 RECORD = Record(
@@ -96,6 +96,67 @@ def test_per_image_values_that_differ_from_the_record_are_damaged(tmp_path, hits
 
     assert load_curve(store, [record]).per_image.keys() == layers
     assert bool(store.damaged) == (not layers)
+
+
+PIXELS = [[2, 1], [3, 1], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "value", "expected"),
+    [
+        # The rows are correct, predicted and true pixels: IoUs of 2/3 and 1/2.
+        ("mean_iou", [PIXELS], 175 / 3, True),
+        ("mean_iou", [PIXELS, PIXELS], 175 / 3, True),
+        ("pixel_accuracy", [PIXELS], 75.0, True),
+        ("pixel_accuracy", [PIXELS], 74.9999, False),
+        # More correct than predicted pixels, more correct than true ones, and unequal sums.
+        ("pixel_accuracy", [[[2, 1], [1, 3], [2, 2]]], 75.0, False),
+        ("pixel_accuracy", [[[3, 0], [3, 1], [2, 2]]], 75.0, False),
+        ("pixel_accuracy", [[[2, 1], [3, 2], [2, 2]]], 75.0, False),
+        ("mean_iou", [[[0, 0], [0, 0], [0, 0]]], math.nan, True),
+        ("mean_iou", [[[0, 0], [0, 0], [0, 0]]], 0.0, False),
+        ("mean_iou", [PIXELS[:2]], 175 / 3, False),
+        ("hits", [1, 0, 0, 1], 50.0, True),
+        ("hits", [[1], [0]], 50.0, False),
+        ("hits_of_draws", [[1, 0], [0, 0]], 25.0, True),
+        ("points", [[1, 2], [4, 4]], 75.0, True),
+        ("percent", np.float32([10, 30.0001]), 20.0, True),
+        ("percent", np.float32([10, 30.01]), 20.0, False),
+        ("object_iou", [[1, 1, 1, 4], [0, 1, 0, 4]], 50.0, True),
+        ("unknown", [1, 0], 50.0, False),
+    ],
+)
+def test_per_image_values_match_only_a_record_of_their_metric(kind, values, value, expected):
+    record = replace(RECORD, per_image_kind=kind, value=value)
+
+    assert matches_record(np.asarray(values), record) == expected
+
+
+@pytest.mark.parametrize(
+    ("metric", "kind"),
+    [
+        ("miou_holdout", "mean_iou"), ("pixel_accuracy", "pixel_accuracy"),
+        ("knn_5shot", "hits_of_draws"), ("pck_bbox", "points"), ("ap50", "average_precision"),
+        ("ap", "average_precision"), ("ar100", "average_recall"), ("max_f_beta", "object_f_beta"),
+        ("iou", "object_iou"), ("accuracy", "object_accuracy"), ("top1", "hits"),
+    ],
+)  # fmt: skip
+def test_the_kind_of_older_per_image_values_follows_from_their_shape_and_metric(metric, kind):
+    assert guess_kind(metric, np.zeros((2, 4), int)) == kind
+    assert guess_kind(metric, np.zeros(2, int)) == "hits"
+    assert guess_kind(metric, np.zeros(2)) == "percent"
+
+
+@pytest.mark.parametrize("content", ["{}", '"ab"', "[1]", '["a", null]', "[", ""])
+def test_a_file_of_image_ids_with_other_content_is_left_out(tmp_path, content):
+    store = ResultStore(tmp_path)
+    store.save_image_ids("b" * 64, ["a", "b"])
+    assert store.image_ids("b" * 64) == ("a", "b")
+    (path,) = (tmp_path / "images").iterdir()
+
+    path.write_text(content)
+
+    assert ResultStore(tmp_path).image_ids("b" * 64) is None
 
 
 def test_digest_is_the_sha256_of_the_key_as_sorted_json():
