@@ -76,6 +76,10 @@ def test_every_dataset_has_a_licence_and_a_source():
             else:
                 assert re.fullmatch(f"[0-9a-f]{{{digits}}}", one.published.digest or "")
                 assert one.size == one.published.size
+    for name, city in (("roxford5k", "Oxford"), ("rparis6k", "Paris")):
+        assert f"gnd_{name}.pkl" in SOURCES[name].tree
+        assert city in SOURCES[name].instructions
+        assert city in SOURCES[name].title
     for year in ("2012", "2007"):
         (one,) = SOURCES[f"voc{year}"].downloads
         assert one.published.url == torchvision_voc.DATASET_YEAR_DICT[year]["url"]

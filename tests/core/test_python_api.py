@@ -55,6 +55,68 @@ def test_the_properties_of_a_module_are_found():
     assert ssl_bench.Encoder.from_module(module).native_size == (72, 72)
 
 
+def test_a_module_with_registers_but_without_cls_is_pooled():
+    encoder = ssl_bench.Encoder.from_module(own_module.own(), num_registers=1, epoch=0)
+
+    assert (encoder.num_registers, encoder.num_prefix_tokens, encoder.has_cls) == (1, 1, False)
+    assert encoder.fallback_facets == {"cls": "patch_mean", "key": "token"}
+    assert (encoder.contents.epoch, encoder.colours_from) == (0.0, "assumed, ImageNet's")
+    stated = ssl_bench.Encoder.from_module(own_module.own(), mean=0.5, std=(0.1, 0.2, 0.3))
+    assert (stated.mean, stated.std) == ((0.5,) * 3, (0.1, 0.2, 0.3))
+    assert (stated.colours_from, stated.contents.epoch) == ("from_module", None)
+    assert stated.fallback_facets == {"key": "token"}
+
+
+class _Attention(nn.Module):
+    """A block of a convolution with the attributes of an attention layer, which are not used."""
+
+    def __init__(self, inside: int, outside: int, heads: Any, *, has_qkv: bool = True) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(inside, outside, 1)
+        self.attn = nn.Module()
+        if has_qkv:
+            self.attn.qkv = nn.Identity()
+        self.attn.heads, self.attn.nhead = nn.Identity(), heads
+
+    def forward(self, maps: Tensor) -> list[Tensor]:
+        return [self.mix(maps)]
+
+
+class _Staged(nn.Module):
+    def __init__(self, *blocks: nn.Module, skips: int | None = None) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.skips = nn.Conv2d(3, 4, 8, 8), nn.ModuleList(blocks), skips
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.embed(images)
+        for number, block in enumerate(self.blocks):
+            (maps,) = (maps,) if number == self.skips else block(maps)
+        return maps
+
+
+def test_blocks_may_return_lists_and_have_different_widths():
+    module = _Staged(_Attention(4, 4, 2), _Attention(4, 6, 2))
+
+    encoder = ssl_bench.Encoder.from_module(module)
+
+    assert (encoder.depth, encoder.dim, encoder.num_heads, encoder.patch_size) == (2, 6, 2, 8)
+    assert (encoder.any_size, encoder.has_cls) == (True, False)
+    assert encoder.fallback_facets == {"cls": "patch_mean"}
+    # Only numbers of heads count, and keys need `attn.qkv` in every block.
+    for heads, expected in ((2, 2), (True, 0)):
+        module = _Staged(_Attention(4, 4, heads), _Attention(4, 4, 3, has_qkv=False))
+        encoder = ssl_bench.Encoder.from_module(module)
+        assert encoder.num_heads == expected
+        assert encoder.fallback_facets == {"cls": "patch_mean", "key": "token"}
+
+
+def test_a_block_that_is_not_called_is_named():
+    module = _Staged(*(_Attention(4, 4, 2) for _ in range(3)), skips=1)
+
+    with pytest.raises(UnfitEncoder, match=r"blocks \[1\] are never called"):
+        ssl_bench.Encoder.from_module(module)
+
+
 def test_blocks_with_names_have_numbers():
     module = torchvision.models.VisionTransformer(32, 8, 3, 2, 16, 32).eval()
     encoder = ssl_bench.Encoder.from_module(module, mean=0, std=1)
@@ -304,7 +366,7 @@ def _with_fewer_tokens() -> nn.Module:
         (own_module.Own(), {"norm": "nothing"}, "no module 'nothing'"),
         (torchvision.models.resnet18(), {"blocks": "layer3", "patch_size": 4}, "patch_size=16"),
         (own_module.Own(), {"mean": [0.5]}, r"got \[0.5\]"),
-        (own_module.Own(), {"std": 0.0}, "expected std above 0"),
+        *((own_module.Own(), {"std": std}, "expected std above 0") for std in (0.0, [0.5, 0, 0.5])),
     ],
 )
 def test_a_module_that_is_no_encoder_is_refused(module, settings, named):
@@ -350,6 +412,7 @@ def test_a_module_for_square_images_only_has_a_single_size():
 
     blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 1)) for _ in range(2)))
     module = nn.Sequential(nn.Conv2d(3, 8, 8, 8), blocks)
+    assert ssl_bench.Encoder.from_module(module, blocks="1", image_size=32).any_size
     module.register_forward_pre_hook(require_square)
 
     encoder = ssl_bench.Encoder.from_module(module, blocks="1", image_size=32)
@@ -725,6 +788,18 @@ def test_code_that_a_module_runs_is_in_its_identity(tmp_path, monkeypatch):
             changed = load(f"{kind}{number}", old, new)
             assert changed.sha256 == original.sha256, new
             assert (changed.identity() != original.identity()) == (kind == "used"), new
+
+
+def test_random_weights_of_a_file_are_always_the_same(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    (tmp_path / "mine.py").write_text("from tests.support.own_module import Own")
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        found.append(ssl_bench.load_encoder(f"{tmp_path}/mine.py:Own").sha256)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

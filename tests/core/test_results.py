@@ -98,6 +98,60 @@ def test_per_image_values_that_differ_from_the_record_are_damaged(tmp_path, hits
     assert bool(store.damaged) == (not layers)
 
 
+BASELINE = {"answer": "random", "value": 12.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        # The record has the value 40.0, the interval 35.0 to 45.5, and a depth of 12 blocks.
+        ({"layer": 11}, "another result"),
+        ({"layer": 12}, "layer is 12, expected 0 to 11"),
+        ({"dataset_fingerprint": "b" * 64 + "/"}, "dataset_fingerprint is"),
+        ({"dataset_fingerprint": "B" * 64}, "dataset_fingerprint is"),
+        ({"value": 34.0}, "outside of its ci95"),
+        ({"unit": "", "value": 46.0}, "outside of its ci95"),
+        ({"unit": "", "value": 146.0, "ci95": None}, None),
+        ({"value": 100.1, "ci95": None}, "expected 0 to 100"),
+        ({"value": -0.1, "ci95": None}, "expected 0 to 100"),
+        ({"metric": "outlier_share", "value": 101.0, "ci95": None}, "expected 0 to 100"),
+        ({"metric": "ami_x2", "value": -101.0, "ci95": None}, "expected -100 to 100"),
+        ({"metric": "ami_x2", "value": -99.0, "ci95": None}, "another result"),
+        ({"metric": "amiable", "value": -1.0, "ci95": None}, "expected 0 to 100"),
+        ({"details": {"degenerate_percent": 101.0}}, "expected 0 to 100"),
+        ({"details": {"degenerate_percent": None}}, None),
+        ({"details": {"baseline": BASELINE}}, None),
+        ({"details": {"baseline": BASELINE | {"value": -1.0}}}, "expected 0 to 100"),
+        ({"details": {"baseline": BASELINE | {"value": "1"}}}, "expected a number"),
+        ({"details": {"baseline": BASELINE | {"answer": 1}}}, "details.baseline is"),
+        ({"details": {"baseline": BASELINE | {"more": 1}}}, "details.baseline is"),
+        ({"task": "pca"}, "another result"),
+        ({"model": "renamed"}, None),
+    ],
+)
+def test_only_possible_records_are_read(tmp_path, changes, said):
+    store = ResultStore(tmp_path)
+    path = store.save(RECORD)
+    content = json.loads(path.read_text()) | changes
+    # Older versions saved no digest.
+    del content["record_sha256"]
+    path.write_text(json.dumps(content))
+
+    assert (store.load(RECORD.key()) is None) == (said is not None)
+    assert said is None or said in str(store.unreadable[path])
+
+
+def test_a_record_in_the_folder_of_another_task_is_a_copy(tmp_path):
+    store = ResultStore(tmp_path)
+    path = store.save(RECORD)
+    moved = Path(str(path).replace("/tokencut/", "/lost/"))
+    moved.parent.mkdir(parents=True)
+    moved.write_bytes(path.read_bytes())
+
+    assert store.records() == [store.load(RECORD.key())]
+    assert "another result" in str(store.unreadable[moved])
+
+
 PIXELS = [[2, 1], [3, 1], [2, 2]]
 
 
@@ -200,9 +254,11 @@ def test_records_share_equal_settings_of_int_and_float(tmp_path):
 def test_load_finds_equal_settings_of_int_and_float(tmp_path, pack, old, new):
     hits = np.array([True, False])
     record = replace(RECORD, num_images=2, value=50.0, ci95=None, settings={"tau": old})
-    ResultStore(tmp_path).save(record, hits)
+    path = ResultStore(tmp_path).save(record, hits)
     if pack:
         ResultStore(tmp_path).pack()
+    # A damaged file does not hide the files after it.
+    path.with_name("0.json").write_text(f'{{"checkpoint_sha256": "{record.checkpoint_sha256}"')
     store, key = ResultStore(tmp_path), replace(record, settings={"tau": new}).key()
 
     found = store.load(key)

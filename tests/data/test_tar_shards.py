@@ -99,6 +99,9 @@ def test_a_folder_and_every_pattern_name_the_same_images(tars):
     for path in tars.iterdir():
         path.rename(tars / path.name[2:])
     assert len(find_shards(tars / "{0..2}.tar")) == 3
+    (tars / "0.tar").rename(tars / "0.TAR")
+    (tars / "tar.txt").touch()
+    assert find_shards(tars) == [tars / name for name in ("0.TAR", "1.tar", "2.tar")]
 
 
 def test_missing_tar_files_are_named(tars, monkeypatch):

@@ -107,6 +107,7 @@ def test_trainaug_has_its_own_masks_and_val_the_original_ones(devkit):
     dataset, half = (Voc(devkit, train_split=f"trainaug{share}") for share in ("", ":0-50%"))
 
     assert (dataset.train().ids, half.train().ids) == (("a", "c"), ("a",))
+    assert (dataset.train().split, half.train().split) == ("trainaug", "trainaug:0-50%")
     for images in (dataset.train(), half.train()):
         assert (mask_of(images[0]) == 2).all()
     assert mask_of(dataset.val()[0]).tolist() == MASK

@@ -66,6 +66,16 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("epoch", "expected"), [("12.5", 12.5), ("0", 0.0), ("1e3", None), ("", None), (None, None)]
+)
+def test_the_epoch_of_a_checkpoint_is_a_plain_number_or_unknown(tmp_path, epoch, expected):
+    path = tmp_path / "mine.safetensors"
+    save_encoder(path, build_vit(TINY, seed=0), {} if epoch is None else {"epoch": epoch})
+
+    assert load_encoder(str(path)).contents.epoch == expected
+
+
+@pytest.mark.parametrize(
     ("owner", "attribute", "value"),
     [
         ("ssl_bench.models.loading.checkpoint", "_VERSION", "2"),

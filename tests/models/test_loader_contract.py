@@ -20,6 +20,7 @@ from ssl_bench.composition.choices import entry_points
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, build_vit, identify_encoder, load_encoder
+from ssl_bench.models.loading import load
 from ssl_bench.models.loading.load import LOADERS, list_addresses
 from tests.support.faults import DINO_LIKE, encoder_file
 
@@ -183,6 +184,7 @@ def test_schemes_of_packages_are_listed_with_their_examples(capsys):
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split()[-1] for line in lines if ":ADDRESS" in line}
     assert rows[f"{SCHEME}:ADDRESS"] == GUIDE
+    assert list_addresses()[: len(load.ADDRESSES)] == [*load.ADDRESSES]
     assert rows["other:ADDRESS"] == "broken_loader:other"
     assert rows["missing:ADDRESS"] == "no_such_module:load"
 
