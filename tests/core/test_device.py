@@ -33,6 +33,7 @@ from ssl_bench.system.process import (
     out_of_memory_error,
     read_git_commit,
     source_commit,
+    use_passive_openmp_waiting,
 )
 from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
@@ -305,6 +306,14 @@ def test_only_the_cores_that_this_process_may_use_are_counted(monkeypatch):
     assert count_usable_cores() == 64
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert count_usable_cores() == 1
+
+
+@pytest.mark.parametrize("name", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_openmp_threads_sleep_unless_the_user_decides(monkeypatch, name):
+    chosen = {} if name is None else {name: "1"}
+    monkeypatch.setattr(os, "environ", dict(chosen))
+    use_passive_openmp_waiting()
+    assert os.environ == (chosen or {"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def test_free_shared_memory_is_that_of_users_or_unknown(monkeypatch):

@@ -77,6 +77,18 @@ def test_a_folder_with_unrelated_config_and_log_files_is_no_run(tmp_path, log):
         ResultStore(tmp_path).records()
 
 
+def test_the_error_without_records_names_the_first_file_and_another_folder(tmp_path):
+    store = ResultStore(tmp_path / "a{b}")
+    with pytest.raises(DataError, match="no records in") as raised:
+        store.records()
+    assert raised.value.hint[-2:] == ("--out", f"{tmp_path}/a{{{{b}}}}")
+    paths = [store.save(replace(RECORD, layer=layer)) for layer in range(2)]
+    for path in paths:
+        path.write_text("{")
+    with pytest.raises(DataError, match=f"none of the 2 records .* such as .*/{min(paths).name}"):
+        store.records()
+
+
 def test_encoder_id_depends_on_weights_architecture_mean_and_std():
     for change in (
         {"checkpoint_sha256": "c" * 64},

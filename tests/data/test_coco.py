@@ -5,6 +5,7 @@ COCO-Stuff must have class numbers without gaps.
 
 import hashlib
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from ssl_bench.data import samples
+from ssl_bench.data.files.file_sets import validate_boxes
 from ssl_bench.data.layouts import coco20k as layout
 from ssl_bench.data.layouts.coco20k import LIST, Coco20k, read_boxes
 from ssl_bench.data.layouts.coco_stuff import COARSE_NAMES, CocoStuff, read_classes
@@ -181,6 +183,42 @@ def test_real_boxes_lie_within_their_photographs(photos, tmp_path):
         assert (boxes[:, 2:] <= (width, height)).all()
         assert (boxes[:, :2] < boxes[:, 2:]).all()
         assert np.array_equal(boxes, np.rint(boxes))
+
+
+@pytest.mark.parametrize(
+    ("box", "is_valid", "is_valid_if_flat"),
+    [
+        # In an image of 32 rows and 40 columns.
+        ([0, 0, 40, 32], True, True),
+        ([-40, -32, 1, 1], True, True),
+        ([39, 31, 80, 64], True, True),
+        ([-41, 0, 1, 1], False, False),
+        ([0, -33, 1, 1], False, False),
+        ([0, 0, 81, 32], False, False),
+        ([0, 0, 40, 65], False, False),
+        ([33, 0, 39, 8], True, True),
+        ([0, 33, 8, 39], False, False),
+        # The boxes touch the image.
+        ([40, 0, 48, 8], False, True),
+        ([-8, 0, 0, 8], False, True),
+        ([8, 8, 8, 16], False, True),
+        ([8, 16, 24, 8], False, False),
+    ],
+)
+def test_boxes_must_overlap_their_image(box, is_valid, is_valid_if_flat):
+    for allow_flat, expected in ((False, is_valid), (True, is_valid_if_flat)):
+        context = nullcontext() if expected else pytest.raises(DataError, match="file, object 7")
+        with context:
+            found = validate_boxes([box], "file", [7], (32, 40), allow_flat=allow_flat)
+            assert found.tolist() == [box]
+
+
+def test_a_stated_size_must_be_that_of_the_image():
+    for stated in (None, (32.0, 40.0)):
+        assert validate_boxes([], "file", [], (32, 40), stated_size=stated).shape == (0, 4)
+    assert validate_boxes([], "file", [], stated_size=(1.0, 2.0)).shape == (0, 4)
+    with pytest.raises(DataError, match="32 x 40 pixels, but the image has 40 x 32"):
+        validate_boxes([], "file", [], (32, 40), stated_size=(40.0, 32.0))
 
 
 # COCO-Stuff: 171 contiguous classes from 182 ids, or 27 groups.

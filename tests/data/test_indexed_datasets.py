@@ -485,6 +485,45 @@ def test_a_column_of_numbers_with_any_name_can_be_the_label():
     assert [dataset.val()[n].label for n in range(3)] == [0, 1, 0]
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint8"])
+def test_a_column_of_integers_named_label_is_the_label(dtype):
+    datasets = pytest.importorskip("datasets")
+    table = table_of({"labels": datasets.Value(dtype)}, labels=lambda n: n % 2)
+
+    assert [open_sets(val=table).val()[n].label for n in range(3)] == [0, 1, 0]
+    for kind in ("mask", "box"):
+        options = PythonDataset(**{f"{kind}_column": "labels"})
+        with pytest.raises(ConfigurationError, match=f"dataset.{kind}_column .*, got labels$"):
+            open_sets(options, val=table)
+
+
+def test_the_picture_that_is_not_the_chosen_image_is_the_mask():
+    datasets = pytest.importorskip("datasets")
+    table = table_of(
+        {"photo": datasets.Image()},
+        image=lambda n: encoded(Image.fromarray(mask(n))),
+        photo=lambda n: encoded(picture(n)),
+    )
+
+    sample = open_sets(PythonDataset(image_column="photo"), val=table).val()[1]
+
+    np.testing.assert_array_equal(sample.mask, mask(1))
+    np.testing.assert_array_equal(sample.image, np.asarray(picture(1)))
+
+
+@pytest.mark.parametrize("root", ["org/photos", "photos@v1", "org/photos@v1/2"])
+def test_a_dataset_of_the_hub_is_named_by_its_name_and_all_rows(monkeypatch, root):
+    datasets = pytest.importorskip("datasets")
+    tables = {
+        split: table_of({"label": datasets.Value("int64")}, count, label=lambda n: n % 2)
+        for split, count in (("train", 3), ("test", 2))
+    }
+    monkeypatch.setattr(hugging_face, "load_tables", lambda *_: tables)
+
+    assert hugging_face.HuggingFace(root=root).images().name == "photos-5"
+    assert hugging_face.HuggingFace(root=root, name="mine").images().name == "mine"
+
+
 def test_a_table_with_labels_and_masks_needs_a_choice():
     datasets = pytest.importorskip("datasets")
     table = table_of(

@@ -64,6 +64,7 @@ def test_copies_have_the_names_and_the_shorter_side(photographs, tmp_path, capsy
     assert about["images"] == len(sources) == len(SIZES) + 1
     files = [path for path in photographs.rglob("*") if path.is_file()]
     assert about["bytes_before"] == sum(path.stat().st_size for path in files)
+    assert about["bytes_after"] == sum((out / name).stat().st_size for name in copies.ids)
     assert json.loads((out / ABOUT).read_text()).items() <= about.items()
 
 
