@@ -89,6 +89,20 @@ def test_the_error_without_records_names_the_first_file_and_another_folder(tmp_p
         store.records()
 
 
+def test_records_are_sorted_by_path_and_older_ones_are_counted_once(tmp_path):
+    store = ResultStore(tmp_path)
+    for task in ("tokencut", "lost"):
+        for layer in (1, 0):
+            store.save(replace(RECORD, task=task, layer=layer))
+    store.save(replace(RECORD, metric_version=0, layer=2))
+
+    first, again = store.records(), store.records()
+
+    paths = [store.path(record.key()).parts for record in first]
+    assert paths == sorted(paths)
+    assert (again, len(store.outdated), store.num_records) == (first, 1, 5)
+
+
 def test_encoder_id_depends_on_weights_architecture_mean_and_std():
     for change in (
         {"checkpoint_sha256": "c" * 64},

@@ -119,11 +119,29 @@ def test_a_background_is_a_part_of_a_photograph_without_distortion():
 
 
 def test_a_scene_depends_on_split_seed_and_number_alone():
-    scene = cached_painter("train", 0).paint_scene(5).image
+    scene = cached_painter("train", 0).paint_scene(5)
 
+    assert scene.image.shape[:2] in toy_scenes.SIZES
     for split, seed, index in [("train", 4, 5), ("val", 0, 5), ("train", 0, 4)]:
-        assert not np.array_equal(cached_painter(split, seed).paint_scene(index).image, scene)
-    assert np.array_equal(cached_painter("train", 0).paint_scene(5).image, scene)
+        other = cached_painter(split, seed).paint_scene(index)
+        assert not np.array_equal(other.image, scene.image)
+        assert not np.array_equal(other.mask, scene.mask)
+    assert np.array_equal(cached_painter("train", 0).paint_scene(5).image, scene.image)
+
+
+def test_each_object_has_the_texture_of_its_class(monkeypatch):
+    painter = Painter("train", 0)
+    colours = [np.array([[[20.0 * n, 0, 180 - 20 * n]]], np.float32) for n in range(1, 9)]
+    monkeypatch.setattr(painter, "_textures", colours)
+    monkeypatch.setattr(
+        toy_scenes, "_warp_texture", lambda _, colour, *size: np.ones((*size, 1)) * colour
+    )
+    for index in range(4):
+        scene = painter.paint_scene(index)
+        for number in scene.classes:
+            # Shading does not change the ratio of the channels.
+            red, _, blue = np.median(scene.image[scene.mask == number], axis=0)
+            assert red / (red + blue) == pytest.approx(number / 9, abs=0.03)
 
 
 def test_the_splits_share_no_pixel_of_a_texture(monkeypatch):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models.loading.checkpoint import advise_model_folder
 from tests.support.foreign_weights import (
     assert_same_weights,
     folder_of,
@@ -208,6 +209,14 @@ def test_the_error_for_other_shapes_names_three_and_counts_the_others(tmp_path, 
     assert counted == ([] if more is None else [more])
     # The size of the images determines only the shape of the position embedding.
     assert ('"img_size"' in message) == ("pos_embed" in wrong)
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_the_advice_names_a_file_of_the_same_format(suffix):
+    file = {"pth": "pytorch_model.bin", "safetensors": "model.safetensors"}[suffix]
+    advice = advise_model_folder(Path(f"mine.{suffix}"), '"depth": 2', "vit")
+    assert f"save the weights as {file} in a folder" in advice
+    assert '{"architecture": "vit", "model_args": {"depth": 2}}' in advice
 
 
 def test_an_assumed_number_of_heads_can_be_stated_as_the_note_says(tmp_path):
