@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torchvision.datasets import voc as torchvision_voc
@@ -199,7 +200,8 @@ def test_the_unpacked_size_must_fit_on_the_disk(tmp_path, monkeypatch, name):
         with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as zipped:
             zipped.writestr("x/y.txt", content)
     else:
-        with tarfile.open(tmp_path / name, f"w:{name.partition('tar.')[2]}") as tarred:
+        mode: Any = f"w:{name.partition('tar.')[2]}"
+        with tarfile.open(tmp_path / name, mode) as tarred:
             member = tarfile.TarInfo("x/y.txt")
             member.size = len(content)
             tarred.addfile(member, io.BytesIO(content))

@@ -57,7 +57,7 @@ def test_the_help_of_a_flag_states_its_default():
 
     assert len(stated) > 25
     assert stated["data", "side"] == ("256", "256")
-    assert [flag for flag, (told, default) in stated.items() if told != default] == []
+    assert [flag for flag, (text, default) in stated.items() if text != default] == []
 
 
 @pytest.mark.parametrize(("command", "flag", "key"), list(keys_of_flags()))

@@ -128,7 +128,7 @@ BASELINE = {"answer": "random", "value": 12.5}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         # The record has the value 40.0, the interval 35.0 to 45.5, and a depth of 12 blocks.
         ({"layer": 11}, "another result"),
@@ -155,7 +155,7 @@ BASELINE = {"answer": "random", "value": 12.5}
         ({"model": "renamed"}, None),
     ],
 )
-def test_only_possible_records_are_read(tmp_path, changes, said):
+def test_only_possible_records_are_read(tmp_path, changes, reason):
     store = ResultStore(tmp_path)
     path = store.save(RECORD)
     content = json.loads(path.read_text()) | changes
@@ -163,8 +163,8 @@ def test_only_possible_records_are_read(tmp_path, changes, said):
     del content["record_sha256"]
     path.write_text(json.dumps(content))
 
-    assert (store.load(RECORD.key()) is None) == (said is not None)
-    assert said is None or said in str(store.unreadable[path])
+    assert (store.load(RECORD.key()) is None) == (reason is not None)
+    assert reason is None or reason in store.unreadable[path]
 
 
 def test_a_record_in_the_folder_of_another_task_is_a_copy(tmp_path):
@@ -175,7 +175,7 @@ def test_a_record_in_the_folder_of_another_task_is_a_copy(tmp_path):
     moved.write_bytes(path.read_bytes())
 
     assert store.records() == [store.load(RECORD.key())]
-    assert "another result" in str(store.unreadable[moved])
+    assert "another result" in store.unreadable[moved]
 
 
 PIXELS = [[2, 1], [3, 1], [2, 2]]

@@ -117,8 +117,8 @@ def test_runs_without_records_are_drawn_only_on_request(pretrained_runs, workdir
     page = Path("results/report/index.html")
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"1 record of 1 checkpoint: {page}")
     assert main(["report", "--runs", "runs/labels"]) == 0
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.endswith(f"1 record of 1 checkpoint, 1 run: {page}")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith(f"1 record of 1 checkpoint, 1 run: {page}")
     assert Path("results/report/runs.html").is_file()
     assert len(list(Path("results/report").glob("checkpoint-*"))) == 1
     expect_error(capsys, ["report", "--runs", "photos"], 3)
