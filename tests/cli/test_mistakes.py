@@ -55,6 +55,8 @@ MISSING_OR_CONFLICTING = [
     ("keys probe", 2, "ssl-bench keys probe.attention"),
     ("reproduce --run", 2, "ssl-bench reproduce"),
     ("reproduce table2 --run", 2, "data.root=FOLDER"),
+    ("probe --task tokencut probe.neighbours=[1]", 2, "--task knn,retrieval,tracking"),
+    ("probe --task tokencut probe.image_size=32", 2, "probe.longer_side=VALUE"),
     # Options that exclude each other or have no effect: nothing is recommended.
     ("probe --task pca --seed 3 seed=4", 2, ""),
     ("pretrain --batch-size 3 train.batch_size=4", 2, ""),

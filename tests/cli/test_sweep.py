@@ -288,6 +288,7 @@ def test_jobs_are_split_by_block_if_there_are_too_few(workdir, capsys):
     # A figure of pca shows several blocks.
     assert layers("5") == [("pca", [0, 1]), ("retrieval", [0]), ("retrieval", [1])]
     assert layers("4") == [("pca", [0, 1]), ("retrieval", [0, 1])]
+    assert layers("100") == layers("5")
     assert main(["sweep", *words, "5", "--dry-run"]) == 0
     out, err = capsys.readouterr()
     assert "retrieval, blocks 0" in out

@@ -72,6 +72,9 @@ def test_a_log_gets_lines_with_the_time_left(capsys, monkeypatch):
     lines = crawl(48, lambda number: 80.0 if number % 16 == 15 else 0.01, 48)
     assert lines[:2] == ["16 of 48, about 3 min left", "32 of 48, about 1 min left"]
     durations = (0.4, 59.0, 61.0, 3599.0, 11100.0)
+    # The results may go to a terminal while the log goes to a file.
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert len(crawl(8, lambda _: 5.0, 8)) == 2
     words = ["< 1 s", "59 s", "1 min", "1 h 00 min", "3 h 05 min"]
     assert list(map(format_duration, durations)) == words
     sizes = {0: "0.1 MB", 12_340_000: "12.3 MB", 999_000_000: "999.0 MB", 10**9: "1.0 GB"}

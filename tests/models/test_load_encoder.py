@@ -117,6 +117,12 @@ def test_numbers_of_a_config_are_finite_and_below_a_billion():
     assert [is_number(value) for value in numbers + others] == [True] * 4 + [False] * 8
 
 
+def test_the_error_for_a_misspelt_file_names_the_similar_file_in_its_folder(saved):
+    with pytest.raises(CheckpointError) as caught:
+        load_encoder(str(saved.with_name(f"a{saved.name}")))
+    assert caught.value.hint == ("--checkpoint", str(saved))
+
+
 def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):
     for address in (tmp_path / "nothing.pth", tmp_path, "ftp:somewhere"):
         assert "timm:NAME@FILE" in message_of(address)

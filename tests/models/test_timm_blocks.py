@@ -18,7 +18,7 @@ from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
 from tests.support.foreign_weights import assert_same_weights, folder_of, normalise, saved
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
-HIERA: dict[str, Any] = {"embed_dim": 8, "stages": (1, 2, 2, 1), "img_size": (64, 96)}
+HIERA: dict[str, Any] = {"embed_dim": 8, "stages": (1, 2, 3, 1), "img_size": (64, 96)}
 HIERA |= {"mask_unit_size": (8, 8)}
 SAM: dict[str, Any] = {**SMALL, "img_size": 48, "window_size": 2, "global_attn_indexes": [1]}
 # Architecture, its special feature, patch size, number of prefix tokens, and of registers.
@@ -40,7 +40,7 @@ VITS = [
 # Architecture, arguments, native size, whether other sizes are accepted, strides, prefix tokens,
 # and registers.
 TRACED: list[tuple[str, dict[str, Any], tuple[int, int], bool, tuple[int, ...], int, int]] = [
-    ("hiera_tiny_224", HIERA, (64, 96), False, (4, 8, 8, 16, 16, 32), 0, 0),
+    ("hiera_tiny_224", HIERA, (64, 96), False, (4, 8, 8, 16, 16, 16, 32), 0, 0),
     ("beit_base_patch16_224", {**SMALL, "img_size": (48, 80)}, (48, 80), False, (16, 16), 1, 0),
     ("samvit_base_patch16_224", SAM, (48, 48), True, (16, 16), 0, 0),
     ("naflexvit_base_patch16_gap", SMALL, (384, 384), True, (16, 16), 4, 4),

@@ -77,6 +77,18 @@ def test_scores_have_units_counts_and_intervals_within_their_ranges(photographs)
     assert ranks.ci95 is None
 
 
+def test_each_facet_has_the_scores_of_a_run_with_only_this_facet(photographs):
+    both = values(photographs, facet=["cls", "patch_mean"])
+
+    for facet in ("cls", "patch_mean"):
+        alone = values(photographs, facet=[facet], view_images=3)
+        names = [cell for cell in alone if cell[1] == facet]
+        assert {name: both[name] for name in names} == pytest.approx(
+            {name: alone[name] for name in names}, nan_ok=True
+        )
+        assert len(names) == 12
+
+
 def test_records_state_whether_the_number_of_images_limits_a_rank(tmp_path):
     for count, limits in (
         (7, {"rankme": (7, True), "effective_rank": (6, True), "lidar": (2, True)}),

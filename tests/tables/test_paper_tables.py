@@ -76,6 +76,9 @@ def test_the_notes_name_differences_and_missing_encoders_and_records(store):
     assert "no encoder for 'skip, adamw'" in notes[-2]
     assert notes[-2].endswith("Recorded encoders: skip, skipless")
     assert notes[-1].startswith("no record of these encoders for: COCO20k (`--task tokencut")
+    # The name of a published dataset may differ from the name of the layout that reads it.
+    (note,) = build_table(store, "dino_imagenet", shas="a", rows={"a": "100 epochs"}).notes[-1:]
+    assert "k-NN (`--task knn --dataset class_folders --layer -1`, facet cls)" in note
 
 
 def test_published_spreads_doubts_and_gaps_are_shown(store):
