@@ -68,9 +68,10 @@ def test_error_for_a_run_folder_recommends_to_probe_its_encoder(tmp_path):
     assert raised.value.hint[4:6] == ("--checkpoint", str(tmp_path))
 
 
-@pytest.mark.parametrize("log", ["[]\n", "not JSON\n"])
-def test_a_folder_with_unrelated_config_and_log_files_is_no_run(tmp_path, log):
-    (tmp_path / "config.yaml").write_text("objective: x\nmodel: y\n")
+@pytest.mark.parametrize("log", ["", "[]\n", "not JSON\n"])
+@pytest.mark.parametrize("objective", ["x", "{_target_: a.Dino}"])
+def test_a_folder_with_unrelated_config_and_log_files_is_no_run(tmp_path, log, objective):
+    (tmp_path / "config.yaml").write_text(f"objective: {objective}\nmodel: {{}}\n")
     (tmp_path / "log.jsonl").write_text(log)
 
     with pytest.raises(DataError, match="no records"):
