@@ -26,6 +26,17 @@ _has_new_option = _NEW_OPTION in signature(DistributedDataParallel).parameters
 _BUFFER_OPTION = _NEW_OPTION if _has_new_option else _OLD_OPTION
 
 
+class LostProcess(MachineError):
+    """Raised if another process of a distributed run has ended unexpectedly."""
+
+    # The remaining processes can no longer agree on an error.
+    is_raised_on_all_ranks = True
+
+
+class UnfinishedStep(LostProcess):
+    """Raised if another process ends within a step, which may have changed only some weights."""
+
+
 @dataclass(frozen=True)
 class TrainingRanks:
     """The processes that train together and share every batch, as seen from this process.
@@ -184,12 +195,20 @@ def join_ranks(device: torch.device, timeout: timedelta) -> Generator[TrainingRa
 
 @contextmanager
 def _explain_lost_process() -> Generator[None]:
-    """Inside a `with` block, convert torch's error about a lost connection to a MachineError."""
+    """Inside a `with` block, convert torch's error about a lost connection to a LostProcess."""
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        lost = MachineError(f"another process of this command has ended ({reason}). Start again")
-        # The processes can no longer agree on an error.
-        lost.is_raised_on_all_ranks = True
-        raise lost from error
+        raise LostProcess(describe_lost_process(error)) from error
+
+
+def describe_lost_process(error: RuntimeError) -> str:
+    reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return f"another process of this command has ended ({reason}). Start again"
+
+
+def is_connection_error(error: Exception) -> bool:
+    """Return whether an error of torch says that the connection to another process is lost."""
+    # NCCL has its own class of errors. Errors of Gloo name its C++ file.
+    is_of_gloo = isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    return isinstance(error, dist.DistError) or is_of_gloo

@@ -48,7 +48,12 @@ from pretrain.batches import (
     load_chunks,
     plan_workers,
 )
-from pretrain.distributed import TrainingRanks
+from pretrain.distributed import (
+    TrainingRanks,
+    UnfinishedStep,
+    describe_lost_process,
+    is_connection_error,
+)
 from pretrain.fine_tuning import INIT_FROM_SHA256, find_initial_sha256, load_initial_weights
 from pretrain.memory import OutOfMemory, out_of_memory_error
 from pretrain.monitor import Evaluator
@@ -241,8 +246,8 @@ class Run:
                         if log.should_stop:
                             break
                 ranks.raise_on_all(self._error)
-            except OutOfMemory:
-                # The weights may have changed while memory was tested.
+            except (OutOfMemory, UnfinishedStep):
+                # The weights may have changed in an unfinished step or while memory was tested.
                 raise
             except (DataError, MachineError):
                 # All processes wait for the files, because torchrun kills the remaining processes
@@ -373,6 +378,9 @@ class Run:
             # An error of the monitor or the log is raised here too, when the next micro-batch is
             # read.
             is_of_step = error is not self._error and not isinstance(error, SslBenchError)
+            if is_of_step and isinstance(error, RuntimeError) and is_connection_error(error):
+                hint = ("--resume",) if checkpoints.has_state(self.out) else ()
+                raise UnfinishedStep(describe_lost_process(error), hint=hint) from error
             if not (is_of_step and is_out_of_memory(error)):
                 raise
             reason = next(iter(str(error).splitlines()), "")

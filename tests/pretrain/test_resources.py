@@ -147,6 +147,36 @@ def test_out_of_memory_in_a_later_step_keeps_the_checkpoint(workdir, capsys, mon
     assert state_of(Path("run"))["step"] == 2
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_connection_lost_within_a_step_keeps_the_last_checkpoint(
+    workdir, capsys, monkeypatch, saved
+):
+    usual = DinoLearner.update_teacher
+
+    def lose(self, step, found_inf):
+        if step == 2:
+            raise RuntimeError("[gloo/gloo/transport/tcp/pair.cc:545] Read error: reset. See logs")
+        usual(self, step, found_inf)
+
+    monkeypatch.setattr(DinoLearner, "update_teacher", lose)
+    run = pretraining(workdir / "photos", "run", f"train.checkpoint_minutes={0.0 if saved else 9}")
+    message = expect_error(capsys, run, 5)
+
+    assert "another process" in message
+    assert "See logs" not in message
+    assert ("`--resume`" in message) == saved
+    if saved:
+        # The weights of the third step have changed, but its teacher has not.
+        assert state_of(Path("run"))["step"] == 2
+        monkeypatch.undo()
+        assert main([*run, "--resume"]) == 0
+        assert main(pretraining(workdir / "photos", "whole")) == 0
+        weights = [Path(name, "last.safetensors").read_bytes() for name in ("run", "whole")]
+        assert weights[0] == weights[1]
+    else:
+        assert not Path("run/state.pt").exists()
+
+
 def test_out_of_memory_in_the_monitor_gives_no_advice_about_steps(workdir, capsys, monkeypatch):
     def measure(self, step):
         raise torch.OutOfMemoryError("CUDA out of memory")
