@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,10 @@ _BUFFER_OPTION = _NEW_OPTION if _has_new_option else _OLD_OPTION
 
 
 class LostProcess(MachineError):
-    """Raised if another process of a distributed run has ended unexpectedly."""
+    """Raised if another process of a distributed run has ended, or does not answer.
 
-    # The remaining processes can no longer agree on an error.
-    is_raised_on_all_ranks = True
-
-
-class UnfinishedStep(LostProcess):
-    """Raised if another process ends within a step, which may have changed only some weights."""
+    The remaining processes can no longer exchange anything. Each of them raises this error.
+    """
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,8 @@ class TrainingRanks:
     def average(self, values: Tensor) -> Tensor:
         """Average a tensor over all processes in place, and return the tensor."""
         if self.world_size > 1:
-            dist.all_reduce(values)
+            with _explain_lost_process():
+                dist.all_reduce(values)
             values /= self.world_size
         return values
 
@@ -95,7 +92,8 @@ class TrainingRanks:
                 any error other than an `SslBenchError` becomes a `MachineError`. A process without
                 an error raises the error of the lowest rank that has one.
         """
-        if self.world_size > 1 and not getattr(error, "is_raised_on_all_ranks", False):
+        is_everywhere = getattr(error, "is_raised_on_all_ranks", False)
+        if self.world_size > 1 and not (is_everywhere or isinstance(error, LostProcess)):
             error = self._exchange_errors(error)
         if error is not None:
             raise error
@@ -199,15 +197,20 @@ def _explain_lost_process() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LostProcess(describe_lost_process(error)) from error
+        raise lost_process_error(error) from error
 
 
-def describe_lost_process(error: RuntimeError) -> str:
+def lost_process_error(error: RuntimeError) -> LostProcess:
+    """Return the error for a lost connection, with the first sentence of torch's error."""
     reason = str(error).strip().partition("\n")[0].partition(". ")[0]
-    return f"another process of this command has ended ({reason}). Start again"
+    # Without a saved state, `--resume` starts the run again.
+    return LostProcess(
+        f"another process of this command has ended or does not answer ({reason})",
+        hint=("--resume",),
+    )
 
 
-def is_connection_error(error: Exception) -> bool:
+def is_connection_error(error: Exception) -> TypeGuard[RuntimeError]:
     """Return whether an error of torch says that the connection to another process is lost."""
     # NCCL has its own class of errors. Errors of Gloo name its C++ file.
     is_of_gloo = isinstance(error, RuntimeError) and "/gloo/" in str(error)

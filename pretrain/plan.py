@@ -173,8 +173,8 @@ class Pretraining:
             Preempted: SIGTERM, SIGHUP or SIGUSR1 was received. The state is saved.
             KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C during training, the state is
                 saved. After two, the last checkpoint remains.
-            MachineError: Memory ran out, a file cannot be written, or TensorBoard or Weights &
-                Biases is required and not installed.
+            MachineError: Memory ran out, a file cannot be written, another process was lost, or
+                TensorBoard or Weights & Biases is required and not installed.
         """
         # The module of the training loop imports this one.
         from pretrain.train import Run

@@ -1,4 +1,4 @@
-"""Record signals that ask a run to stop. The training loop then stops after a step."""
+"""Record signals that ask a run to stop. The training loop then stops after one or two steps."""
 
 import signal
 from collections.abc import Generator
@@ -28,7 +28,7 @@ class StopRequest:
         return self.received is signal.SIGINT
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: store it, so that the run stops after a step.
+        """Handle a signal: store it, so that the run stops after one or two steps.
 
         Inside `raise_immediately`, and at the second Ctrl-C, raise an exception instead.
         """

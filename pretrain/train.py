@@ -17,8 +17,8 @@ These events end a run before its last step:
   disk are still written. A further Ctrl-C completes only the file that is being written.
 - A `DataError` or `MachineError`, such as an unreadable image, a dead data worker or a full disk:
   the run saves all finished steps, if the disk allows it.
-- Any other error, and `OutOfMemory`: nothing more is saved, and the last checkpoint remains. This
-  includes the `ConfigurationError` of a training that has diverged.
+- Any other error, `OutOfMemory`, and the loss of another process: nothing more is saved, and the
+  last checkpoint remains. This includes the `ConfigurationError` of a training that has diverged.
 
 `pretrain/resume.py` describes what may change before the run is resumed.
 
@@ -49,10 +49,10 @@ from pretrain.batches import (
     plan_workers,
 )
 from pretrain.distributed import (
+    LostProcess,
     TrainingRanks,
-    UnfinishedStep,
-    describe_lost_process,
     is_connection_error,
+    lost_process_error,
 )
 from pretrain.fine_tuning import INIT_FROM_SHA256, find_initial_sha256, load_initial_weights
 from pretrain.memory import OutOfMemory, out_of_memory_error
@@ -246,7 +246,7 @@ class Run:
                         if log.should_stop:
                             break
                 ranks.raise_on_all(self._error)
-            except (OutOfMemory, UnfinishedStep):
+            except (OutOfMemory, LostProcess):
                 # The weights may have changed in an unfinished step or while memory was tested.
                 raise
             except (DataError, MachineError):
@@ -378,10 +378,11 @@ class Run:
             # An error of the monitor or the log is raised here too, when the next micro-batch is
             # read.
             is_of_step = error is not self._error and not isinstance(error, SslBenchError)
-            if is_of_step and isinstance(error, RuntimeError) and is_connection_error(error):
-                hint = ("--resume",) if checkpoints.has_state(self.out) else ()
-                raise UnfinishedStep(describe_lost_process(error), hint=hint) from error
-            if not (is_of_step and is_out_of_memory(error)):
+            if not is_of_step:
+                raise
+            if not is_out_of_memory(error):
+                if is_connection_error(error):
+                    raise lost_process_error(error) from error
                 raise
             reason = next(iter(str(error).splitlines()), "")
         # Outside of the except clause, because the exception keeps tensors of the step in memory.

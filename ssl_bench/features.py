@@ -85,8 +85,6 @@ class FeatureExtractor:
             same grid and width.
         dim: Feature width of the deepest layer.
         depth: Number of blocks of the encoder.
-        num_recomputed: Number of images whose features were not finite in float16 and were
-            therefore computed in float32.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class FeatureExtractor:
         self.dtype = dtype
         self.pad = pad
         self._max_batch = sys.maxsize
-        self.num_recomputed = 0
+        self._num_recomputed = 0
         self.patch_size = max(map(encoder.stride, self.layers))
         self.dim, self.depth = encoder.width(max(self.layers)), encoder.depth
         self._module = encoder.module.to(self.device)
@@ -204,24 +202,28 @@ class FeatureExtractor:
     ) -> None:
         """Replace features that are not finite by features that are computed in float32.
 
-        An image has such features if a value in its column of `sums` is not finite.
+        An image has such features if a value in its column of `sums` is not finite. Features of
+        other layers of this image are kept, so they do not depend on the requested layers.
         """
         chosen = (~sums.isfinite()).any(0).nonzero().flatten()
         exact, exact_sums = self.extract_in_one_precision(
             images[chosen.to(images.device)], torch.float32
         )
-        for layer, facet in itertools.product(self.layers, self.facets):
+        pairs = itertools.product(self.layers, self.facets)
+        for (layer, facet), row in zip(pairs, sums, strict=True):
+            is_lost = ~row[chosen].isfinite()
             # A facet may be a view of other memory, so it is copied.
-            replaced = features[layer][facet].index_copy(0, chosen, exact[layer][facet])
-            features[layer][facet] = replaced
-        sums[:, chosen] = exact_sums
-        before = self.num_recomputed
-        self.num_recomputed += len(chosen)
+            features[layer][facet] = features[layer][facet].index_copy(
+                0, chosen[is_lost], exact[layer][facet][is_lost]
+            )
+        sums[:, chosen] = torch.where(sums[:, chosen].isfinite(), sums[:, chosen], exact_sums)
+        before = self._num_recomputed
+        self._num_recomputed += int(exact_sums.isfinite().all(0).sum())
         # Print a message after 1, 2, 4, 8, ... images.
-        if self.num_recomputed.bit_length() > before.bit_length():
+        if self._num_recomputed.bit_length() > before.bit_length():
             say(
-                f"{self.encoder.name}: images beyond the range of float16, which are encoded in "
-                f"float32: {self.num_recomputed} so far"
+                f"{self.encoder.name}: images encoded in float32, because float16 is too small for "
+                f"their features: {self._num_recomputed} so far"
             )
 
     @torch.no_grad()

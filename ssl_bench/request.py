@@ -113,7 +113,7 @@ def parse_datasets(text: str) -> list[str]:
 
     The names are checked. The text "all" stands for all datasets.
     """
-    if text.strip() == "all":
+    if text == "all":
         return choices("dataset")
     names = [part.strip() for part in text.split(",")]
     for name in names:

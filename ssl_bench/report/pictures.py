@@ -276,7 +276,7 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 
 
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
-    """Return each value of `files` by the title of its picture.
+    """Return the values of `files`, keyed by the titles of the pictures.
 
     The keys of `files` are file names without suffix. A title is such a name without the
     digest at its end (see `figure_title`). If two titles are equal, all keys are names instead.

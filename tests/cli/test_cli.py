@@ -179,7 +179,7 @@ class _BrokenOutput(io.StringIO):
             raise error
 
 
-def test_output_that_nobody_reads_is_no_error_and_a_full_disk_is(monkeypatch, capsys):
+def test_a_closed_pipe_is_ignored_but_a_full_disk_is_an_error(monkeypatch, capsys):
     for broken, code in (
         (_BrokenOutput(write=BrokenPipeError()), 0),
         (_BrokenOutput(flush=BrokenPipeError()), 0),

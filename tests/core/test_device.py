@@ -279,11 +279,15 @@ def test_the_commit_is_that_of_the_checkout_or_of_a_file_in_the_package(monkeypa
     assert source_commit.__wrapped__() == f"of {tmp_path}"
 
 
-def test_only_changes_of_tracked_files_make_a_checkout_dirty(tmp_path):
+def test_only_changes_of_tracked_files_make_a_checkout_dirty(tmp_path, monkeypatch):
     def git(*words: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         command = ["git", "-C", str(tmp_path), *identity, *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        result = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+        return result.stdout.strip()
+
+    monkeypatch.delenv("GIT_DIR", raising=False)
+    env = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
     file = tmp_path / "file"
     file.write_text("a")

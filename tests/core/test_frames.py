@@ -43,7 +43,7 @@ def test_pandas_has_a_row_of_plain_values_for_each_record(results):
     assert row["encoder_id"] == record.encoder_id
 
 
-def test_infinity_is_a_text_and_nan_null_in_the_settings_of_a_frame():
+def test_settings_of_a_frame_contain_valid_json():
     record = replace(RECORD, settings={"b": math.inf, "a": math.nan, "c": [1, -math.inf]})
 
     frame = to_pandas([record, replace(record, ci95=None)])

@@ -512,7 +512,7 @@ def test_the_picture_that_is_not_the_chosen_image_is_the_mask():
 
 
 @pytest.mark.parametrize("root", ["org/photos", "photos@v1", "org/photos@v1/2"])
-def test_a_dataset_of_the_hub_is_named_by_its_name_and_all_rows(monkeypatch, root):
+def test_a_hub_dataset_is_named_after_its_repository_and_size(monkeypatch, root):
     datasets = pytest.importorskip("datasets")
     tables = {
         split: table_of({"label": datasets.Value("int64")}, count, label=lambda n: n % 2)

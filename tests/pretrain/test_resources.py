@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from torch import nn
 
@@ -123,6 +124,7 @@ def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nGPU 0 has"),
+        dist.DistBackendError("NCCL error: CUDA out of memory"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate"
                      f" memory: you tried to allocate 9 bytes. Error code {errno.ENOMEM}"),
     ],
@@ -147,34 +149,38 @@ def test_out_of_memory_in_a_later_step_keeps_the_checkpoint(workdir, capsys, mon
     assert state_of(Path("run"))["step"] == 2
 
 
-@pytest.mark.parametrize("saved", [True, False])
+GLOO = RuntimeError("[gloo/gloo/transport/tcp/pair.cc:545] Read error: reset. See logs")
+
+
+@pytest.mark.parametrize("error", [GLOO, dist.DistBackendError("NCCL error. See logs")])
+@pytest.mark.parametrize("has_state", [True, False])
 def test_a_connection_lost_within_a_step_keeps_the_last_checkpoint(
-    workdir, capsys, monkeypatch, saved
+    workdir, capsys, monkeypatch, error, has_state
 ):
     usual = DinoLearner.update_teacher
 
     def lose(self, step, found_inf):
         if step == 2:
-            raise RuntimeError("[gloo/gloo/transport/tcp/pair.cc:545] Read error: reset. See logs")
+            raise error
         usual(self, step, found_inf)
 
-    run = pretraining(workdir / "photos", "run", f"train.checkpoint_minutes={0.0 if saved else 9}")
+    minutes = 0.0 if has_state else 9.0
+    run = pretraining(workdir / "photos", "run", f"train.checkpoint_minutes={minutes}")
     with monkeypatch.context() as patch:
         patch.setattr(DinoLearner, "update_teacher", lose)
         message = expect_error(capsys, run, 5)
 
     assert "another process" in message
     assert "See logs" not in message
-    assert ("`--resume`" in message) == saved
-    if saved:
-        # The weights of the third step have changed, but its teacher has not.
+    assert message.endswith("use `--resume`")
+    # The weights of the third step have changed, but its teacher has not.
+    assert Path("run/state.pt").exists() == has_state
+    if has_state:
         assert state_of(Path("run"))["step"] == 2
-        assert main([*run, "--resume"]) == 0
-        assert main(pretraining(workdir / "photos", "whole")) == 0
-        weights = [Path(name, "last.safetensors").read_bytes() for name in ("run", "whole")]
-        assert weights[0] == weights[1]
-    else:
-        assert not Path("run/state.pt").exists()
+    assert main([*run, "--resume"]) == 0
+    assert main(pretraining(workdir / "photos", "whole")) == 0
+    weights = [Path(name, "last.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1]
 
 
 def test_out_of_memory_in_the_monitor_gives_no_advice_about_steps(workdir, capsys, monkeypatch):

@@ -145,7 +145,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_previous_state(workdir, capsys, 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_of_which_one_is_not_finite_do_not_replace_the_last_state(tmp_path, value):
+def test_a_state_with_a_non_finite_weight_is_not_saved(tmp_path, value):
     saver, encoder, messages = checkpoints.Saver(tmp_path), build_vit(TINY, seed=0), []
     state = {"step": 1, "learner": {"whole": torch.ones(2), "part": torch.ones(3)}}
     saver.save(state, encoder, {}, messages.append)

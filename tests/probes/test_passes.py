@@ -208,9 +208,11 @@ class PassCounter:
             self.by_task[task[0]] = collections.Counter()
             return run(evaluation, *values, **options)
 
-        def count_images(extractor: FeatureExtractor, images: torch.Tensor) -> Any:
+        def count_images(
+            extractor: FeatureExtractor, images: torch.Tensor, dtype: torch.dtype | None = None
+        ) -> Any:
             self.by_task[task[0]].update(image.numpy().tobytes() for image in images)
-            return extract(extractor, images)
+            return extract(extractor, images, dtype)
 
         monkeypatch.setattr(Evaluation, "run", run_task)
         monkeypatch.setattr(FeatureExtractor, "extract_in_one_precision", count_images)

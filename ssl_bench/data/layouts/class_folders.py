@@ -254,7 +254,7 @@ class ClassFolders(ClassificationSplits):
                 f"{len(names)} training classes. Remove such images or leave them out",
                 hint=("dataset.known_only=true",),
             )
-        # Take the same part of each class. A part of all sorted ids would lack some classes.
+        # Take the same fraction of each class. The first ids alone would lack some classes.
         by_class: dict[str, list[str]] = {}
         for image_id, name in classes.items():
             by_class.setdefault(name, []).append(image_id)

@@ -292,7 +292,7 @@ class HuggingFace(IndexedDataset):
         if self._splits["train"] and self._splits["val"]:
             require_disjoint(self._splits["train"], self._splits["val"])
         items = self._items[share.name]
-        # Take the same part of each class, because the rows of many datasets are sorted by class.
+        # Take the same fraction of each class, because rows are often sorted by class.
         groups: dict[int, list[str]] = {}
         labels = items.labels if "label" in items.annotations else [0] * len(items)
         for index, label in enumerate(labels):

@@ -43,11 +43,11 @@ class WebDataset(ClassificationSplits):
         root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. If there
             are training and validation images, it must be a folder.
         train_split: Folder or pattern of the training images below `root`. By default, it is the
-            folder `train`, or the tar files with `train` in their names, unless a lower-case letter
-            precedes it.
+            folder `train`, or the tar files whose names contain `train`. A lower-case letter must
+            not precede `train`.
         val_split: Folder or pattern of the scored images below `root`. By default, it is the folder
-            `val`, or the tar files with `val` in their names, as above. If neither exists, `test`
-            replaces `val`.
+            `val`, or the tar files whose names contain `val`, with the same rule. If neither
+            exists, `test` replaces `val`.
     """
 
     name: str = "webdataset"
@@ -130,8 +130,8 @@ class WebDataset(ClassificationSplits):
         Args:
             split: Folder or pattern below the root, or None to search for `names`.
             names: Usual names of the split, such as "val" and "test", the preferred name first. A
-                name is a folder, or occurs in the names of tar files, where no lower-case letter
-                precedes it.
+                name is a folder, or a part of the names of tar files that does not follow a
+                lower-case letter.
         """
         if not self._root.is_dir():
             raise DataError(

@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces
+from ssl_bench.errors import CheckpointError, escape_braces
 from ssl_bench.models.config import EncoderConfig, config_from_dict
 from ssl_bench.models.encoder import (
     IMAGENET_NORMALIZATION,
@@ -57,8 +57,8 @@ _SMALL_FILE = 2**20
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 # Largest absolute number in a config.json.
 _LARGEST = 1e9
-# Brackets that are nested too deeply raise RecursionError.
-_JSON_ERRORS = (json.JSONDecodeError, RecursionError)
+# Errors of json.loads. Brackets that are nested too deeply raise RecursionError.
+JSON_ERRORS = (ValueError, RecursionError)
 # 8-bit floats are refused, because their scale factors are stored in separate tensors.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
@@ -182,7 +182,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
     text = metadata.get("strides", "[]")
     try:
         strides = json.loads(text)
-    except _JSON_ERRORS:
+    except JSON_ERRORS:
         strides = None
     if not isinstance(strides, list) or not all(type(n) is int and n > 0 for n in strides):
         raise CheckpointError(f"{path} states strides that are not positive integers: {text[:80]}")
@@ -221,7 +221,7 @@ def _read_normalization(path: Path, metadata: Mapping[str, str]) -> Normalizatio
         text = metadata.get(name, json.dumps(default))
         try:
             value = json.loads(text)
-        except _JSON_ERRORS:
+        except JSON_ERRORS:
             value = text
         return read_rgb({name: value}, name, path)
 
@@ -233,7 +233,7 @@ def _read_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
     try:
         kind = metadata.get("kind", _UNNAMED_KIND)
         return config_from_dict(kind, json.loads(metadata["config"]))
-    except (KeyError, TypeError, ConfigurationError, *_JSON_ERRORS) as error:
+    except (KeyError, TypeError, *JSON_ERRORS) as error:
         raise CheckpointError(
             f"{path} contains a model configuration that cannot be read ({error}). Use the "
             "version of ssl-bench that wrote the file"

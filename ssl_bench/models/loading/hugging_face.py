@@ -12,7 +12,13 @@ from typing import Any, cast
 from ssl_bench.errors import CheckpointError, escape_braces
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import ASSUMED, IMAGENET_NORMALIZATION, Encoder, Normalization
-from ssl_bench.models.loading.checkpoint import IN_PYTHON, PYTHON_FILE, is_number, read_rgb
+from ssl_bench.models.loading.checkpoint import (
+    IN_PYTHON,
+    JSON_ERRORS,
+    PYTHON_FILE,
+    is_number,
+    read_rgb,
+)
 from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.models.loading.layouts import Description
@@ -154,7 +160,7 @@ def _find_file(folder: Path, names: Sequence[str]) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, *JSON_ERRORS) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). Download it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} contains a {type(content).__name__}, expected an object")
