@@ -289,12 +289,12 @@ class FeatureExtractor:
                     f"{', '.join(missing)}",
                     hint=_TOKENS,
                 )
-        # A sum is finite only if all of its terms are finite. Sums need no copy of the features.
-        sums = [value.flatten(1).sum(1) for item in captured.values() for value in item.values()]
         ordered: Features = {
             layer: {facet: features[facet] for facet in self.facets}
             for layer, features in captured.items()
         }
+        # A sum is finite only if all of its terms are finite. Sums need no copy of the features.
+        sums = [value.flatten(1).sum(1) for item in ordered.values() for value in item.values()]
         return ordered, torch.stack(sums)
 
     def require_finite(

@@ -1,5 +1,6 @@
 """Test that extracted features equal those of timm, and that extraction leaves no hooks behind."""
 
+import itertools
 import re
 from typing import Any
 
@@ -253,13 +254,18 @@ def test_only_blocks_beyond_the_range_of_float16_are_computed_in_float32():
     weight: Any = encoder.module.get_submodule("blocks.2.mlp.fc2").weight
     weight.data *= 1e7
     images = torch.rand(2, 3, 16, 24)
-    options: dict[str, Any] = {"facets": ("token",), "dtype": torch.float16}
+    # The block computes its keys before its tokens.
+    options: dict[str, Any] = {"facets": ("token", "key"), "dtype": torch.float16}
 
     found = FeatureExtractor(encoder, layers=ALL, **options)(images)
 
     earlier = FeatureExtractor(encoder, layers=[0, 1], **options)(images)
-    exact = FeatureExtractor(encoder, layers=[2], facets=("token",))(images)
-    assert all(torch.equal(found[layer]["token"], earlier[layer]["token"]) for layer in (0, 1))
+    keys = FeatureExtractor(encoder, layers=[2], facets=("key",), dtype=torch.float16)(images)
+    exact = FeatureExtractor(encoder, layers=[2], facets=("token", "key"))(images)
+    for layer, facet in itertools.product((0, 1), ("token", "key")):
+        assert torch.equal(found[layer][facet], earlier[layer][facet])
+    assert torch.equal(found[2]["key"], keys[2]["key"])
+    assert not torch.equal(found[2]["key"], exact[2]["key"])
     assert torch.equal(found[2]["token"], exact[2]["token"])
 
 
