@@ -14,7 +14,7 @@ import yaml
 from torch import nn
 
 from pretrain import logging, resources
-from pretrain.distributed import TrainingRanks
+from pretrain.distributed import LostProcess, TrainingRanks
 from pretrain.memory import find_accumulation
 from pretrain.monitor import Evaluator
 from pretrain.objectives.dino import Dino, DinoLearner
@@ -181,6 +181,22 @@ def test_a_connection_lost_within_a_step_keeps_the_last_checkpoint(
     assert main(pretraining(workdir / "photos", "whole")) == 0
     weights = [Path(name, "last.safetensors").read_bytes() for name in ("run", "whole")]
     assert weights[0] == weights[1]
+
+
+def test_a_connection_lost_while_metrics_are_averaged_is_reported_by_each_process(monkeypatch):
+    def lose(*_, **__):
+        raise GLOO
+
+    monkeypatch.setattr(dist, "all_reduce", lose)
+    ranks = TrainingRanks(torch.device("cpu"), rank=1, world_size=2)
+    with pytest.raises(LostProcess) as caught:
+        ranks.average(torch.zeros(1))
+    assert caught.value.hint == ("--resume",)
+    # The error is not exchanged, and not only the process of rank 0 prints it.
+    with pytest.raises(LostProcess) as again:
+        ranks.raise_on_all(caught.value)
+    assert again.value is caught.value
+    assert not again.value.is_raised_on_all_ranks
 
 
 def test_out_of_memory_in_the_monitor_gives_no_advice_about_steps(workdir, capsys, monkeypatch):
