@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -37,10 +37,10 @@ from ssl_bench.models.loading.addresses import is_baseline, layers_of_encoder
 from ssl_bench.models.loading.load import encoder_addresses, load_and_log, require_layers
 from ssl_bench.planning import PlannedProbe, evaluate, open_datasets_once, plan_request
 from ssl_bench.request import ProbeRequest
-from ssl_bench.results import ResultKey, ResultStore, encoder_id
+from ssl_bench.results import TRAINED_ON, ResultKey, ResultStore, encoder_id
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.endings import Outcome, run_and_catch
-from ssl_bench.system.output import align_columns, say
+from ssl_bench.system.output import align_columns, format_duration, say
 from ssl_bench.system.process import is_out_of_memory
 
 
@@ -54,8 +54,7 @@ class Job:
         layers: Block indices, 0-based.
         is_share: Whether the job evaluates only some of the requested blocks, and other jobs
             evaluate the rest.
-        dataset: Name of the scored images, such as "voc2012-limit8".
-        split: Name of the split of the scored images.
+        images: The scored images.
         keys: Keys that identify all results of the job (see `ResultKey`).
         pending: Keys of the results that are not stored yet. If only figures are missing, the
             results of their blocks are pending too.
@@ -66,16 +65,25 @@ class Job:
     planned: PlannedProbe
     layers: tuple[int, ...]
     is_share: bool
-    dataset: str
-    split: str
+    images: ImageSet
     keys: tuple[ResultKey, ...]
     pending: tuple[ResultKey, ...]
     arguments: tuple[str, ...]
 
     @property
     def title(self) -> str:
-        where = f"{self.dataset} {self.split}"
-        return f"{self.planned.probe.task}{self.blocks} on {where}, {self.encoder.name}"
+        return f"{self.planned.probe.task}{self.blocks} on {self.dataset}, {self.encoder.name}"
+
+    @property
+    def dataset(self) -> str:
+        """Return the name and split of the scored images, such as "voc2012-limit8 val"."""
+        return f"{self.images.name} {self.images.split}"
+
+    @property
+    def num_images(self) -> int:
+        """Return the number of scored images and training images."""
+        training = self.keys[0].settings.get(TRAINED_ON)
+        return len(self.images) + (training["num_images"] if training else 0)
 
     @property
     def blocks(self) -> str:
@@ -139,8 +147,7 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
                         planned=planned,
                         layers=share,
                         is_share=is_share,
-                        dataset=images.name,
-                        split=images.split,
+                        images=images,
                         keys=tuple(keys),
                         pending=tuple(key for key in keys if key in pending),
                         arguments=_probe_arguments(request, planned, encoder.uri, words),
@@ -215,29 +222,41 @@ def _probe_arguments(
     return ("probe", *words, *planned.overrides)
 
 
-def format_plan(jobs: Sequence[Job]) -> str:
-    """Return a table of the jobs as text, followed by a line with the totals."""
+def format_plan(jobs: Sequence[Job], seconds: Sequence[float | None] = ()) -> str:
+    """Return a table of the jobs as text, followed by a line with the totals.
+
+    Args:
+        jobs: The jobs.
+        seconds: Estimated time of each job, or None if it is unknown. If no time is known, the
+            table has no column for it.
+    """
     names = {encoder_id(job.encoder.identity()): job.encoder.name for job in jobs}
     counts = Counter(names.values())
-    rows = [("checkpoint", "task", "dataset", "finished", "pending")]
-    for job in jobs:
+    known = [one for one in seconds if one]
+    rows = [("checkpoint", "task", "dataset", "finished", "pending", "time")]
+    for job, time_left in zip_longest(jobs, seconds):
         name, digest = job.encoder.name, encoder_id(job.encoder.identity())
         rows.append(
             (
                 # Different encoders may have the same name.
                 name if counts[name] == 1 else f"{name} {digest[:8]}",
                 display_name(job.planned.probe) + job.blocks,
-                f"{job.dataset} {job.split}",
+                job.dataset,
                 str(len(job.keys) - len(job.pending)),
                 str(len(job.pending)),
+                "unknown" if time_left is None else format_duration(time_left),
             )
         )
     scores, pending = sum(len(job.keys) for job in jobs), sum(len(job.pending) for job in jobs)
     noun = "job" if len(jobs) == 1 else "jobs"
     total = f"{len(jobs)} {noun}, {scores} scores: {scores - pending} finished, {pending} pending"
+    if known:
+        total += f", about {format_duration(sum(known))}"
+        if None in seconds:
+            total += " without the jobs of unknown time"
     if any(job.is_share for job in jobs):
         total += "\nsome probes are split by block into jobs, and each job encodes all images"
-    return f"{align_columns(rows)}\n{total}"
+    return f"{align_columns(rows if known else [row[:-1] for row in rows])}\n{total}"
 
 
 def probe_command(job: Job) -> list[str]:

@@ -355,7 +355,9 @@ def _add_sweep(parser: _Parser) -> None:
     )
     add("--jobs", type=int, default=1, metavar="N", help=jobs)
     parser.add_switch("--json", "print the plan and the outcome as JSON")
-    parser.add_switch("--dry-run", "print the plan and stop")
+    parser.add_switch(
+        "--dry-run", "print the plan, with times estimated from results of fewer images, and stop"
+    )
     way = parser.add_mutually_exclusive_group().add_argument
     way("--print", action="store_true", help="print the command of each unfinished job")
     way("--slurm", action="store_true", help="submit a SLURM array (needs ssl-bench[slurm])")

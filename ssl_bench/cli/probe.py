@@ -27,9 +27,11 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
         _print_configs(request)
         return 0
     if options.dry_run:
+        from ssl_bench.estimates import estimate_seconds
         from ssl_bench.sweep import format_plan, plan_sweep
 
-        print(format_plan(plan_sweep(request, skip_unfit=request.all_tasks)))
+        jobs = plan_sweep(request, skip_unfit=request.all_tasks)
+        print(format_plan(jobs, estimate_seconds(jobs, ResultStore(request.out))))
         return 0
     require_single_process("probe")
     store = ResultStore(request.out)

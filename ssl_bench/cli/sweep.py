@@ -4,10 +4,12 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.estimates import estimate_seconds
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultStore
 from ssl_bench.slurm import array_settings, submit_array
@@ -44,7 +46,8 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
     jobs = plan_sweep(request, min_jobs=options.jobs)
     is_plan_the_output = options.dry_run and not (options.json or options.print)
     stream = sys.stdout if is_plan_the_output else sys.stderr
-    print(format_plan(jobs), file=stream, flush=True)
+    seconds = estimate_seconds(jobs, ResultStore(request.out)) if options.dry_run else []
+    print(format_plan(jobs, seconds), file=stream, flush=True)
     pending = [job for job in jobs if job.pending]
     outcomes: Outcomes = {}
     if options.slurm and options.dry_run:
@@ -63,7 +66,10 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
         summary = {
             "cells": sum(len(job.keys) for job in jobs),
             "pending": sum(len(job.pending) for job in jobs),
-            "jobs": [_job_as_json(job, outcomes.get(job.arguments)) for job in jobs],
+            "jobs": [
+                _job_as_json(job, outcomes.get(job.arguments), estimate)
+                for job, estimate in zip_longest(jobs, seconds)
+            ],
         }
         print(dump_json(summary))
     return next((one.exit_code for one in outcomes.values() if one.exit_code), 0)
@@ -123,7 +129,9 @@ def _array_settings(options: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def _job_as_json(job: Job, outcome: Outcome | None) -> dict[str, Any]:
+def _job_as_json(
+    job: Job, outcome: Outcome | None, estimated_seconds: float | None
+) -> dict[str, Any]:
     state = outcome.state if outcome else "pending" if job.pending else "skipped"
     return {
         "checkpoint": job.encoder.uri,
@@ -131,11 +139,12 @@ def _job_as_json(job: Job, outcome: Outcome | None) -> dict[str, Any]:
         "checkpoint_sha256": job.encoder.sha256,
         "task": job.planned.probe.task,
         "protocol": job.planned.probe.protocol,
-        "dataset": job.dataset,
-        "split": job.split,
+        "dataset": job.images.name,
+        "split": job.images.split,
         "layers": list(job.layers),
         "cells": len(job.keys),
         "pending": len(job.pending),
+        "estimated_seconds": estimated_seconds,
         "command": quote_command(["ssl-bench", *job.arguments]),
         "state": state,
         "exit_code": outcome.exit_code if outcome else 0,

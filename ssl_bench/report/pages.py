@@ -47,7 +47,7 @@ from ssl_bench.report.pictures import (
 from ssl_bench.report.runs import TrainingCurves, draw_runs
 from ssl_bench.report.trends import PanelTrends, draw_severities, find_epoch_trends
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.output import safe_file_name
+from ssl_bench.system.output import format_duration, safe_file_name
 from ssl_bench.tables.comparison import code_warning, difference_footnotes
 from ssl_bench.tables.entries import dagger_meaning, footnote, image_size_note
 from ssl_bench.tables.published import PublishedValue, find_published_values
@@ -341,7 +341,7 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "classes_of_one_seed": has_seeds and bool(classes),
         "classes": classes,
         "runs": _list_settings(
-            [r for r in report.records if r.encoder_id == checkpoint.encoder_id]
+            report.store, [r for r in report.records if r.encoder_id == checkpoint.encoder_id]
         ),
     }
 
@@ -377,11 +377,11 @@ def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, A
     return list(tables.values())
 
 
-def _list_settings(records: Sequence[Record]) -> list[dict[str, Any]]:
+def _list_settings(store: ResultStore, records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return the different settings with which the records (stored scores) were computed.
 
-    Each element also contains a title, a note on how the scores were computed, and the fingerprint
-    (digest) of the scored images.
+    Each element also contains a title, a note on how the scores were computed, the fingerprint
+    (digest) of the scored images, the wall-clock time, and the number of images per second.
     """
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
@@ -390,15 +390,25 @@ def _list_settings(records: Sequence[Record]) -> list[dict[str, Any]]:
         )
         settings = (record.dataset_fingerprint, sorted(record.settings.items()))
         groups[title, repr(settings)].append(record)
-    return [
-        {
-            "title": title,
-            "footnote": footnote(members),
-            "fingerprint": members[0].dataset_fingerprint,
-            "settings": [(n, str(value)) for n, value in sorted(members[0].settings.items())],
-        }
-        for (title, _), members in sorted(groups.items())
-    ]
+    runs = []
+    for (title, _), members in sorted(groups.items()):
+        slowest = max(members, key=lambda record: record.seconds)
+        num_images, seconds = store.count_images(slowest), slowest.seconds
+        rate = num_images / seconds if num_images and seconds else None
+        runs.append(
+            {
+                "title": title,
+                "footnote": footnote(members),
+                "fingerprint": members[0].dataset_fingerprint,
+                "settings": [(n, str(value)) for n, value in sorted(members[0].settings.items())],
+                "num_images": num_images,
+                "seconds": seconds,
+                "time": format_duration(seconds),
+                "rate": None if rate is None else f"{rate:.3g}",
+                "device": slowest.device,
+            }
+        )
+    return runs
 
 
 def build_pair_page(report: Report, pair: Pair, compared: Sequence[PanelComparison]) -> Page:

@@ -1,0 +1,119 @@
+"""Estimate how long jobs take, from the stored results of earlier runs on fewer images."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ssl_bench.errors import DataError
+from ssl_bench.results import Record, ResultKey, ResultStore, encoder_id
+from ssl_bench.results.record import ENCODER_FIELDS
+from ssl_bench.sweep import Job
+
+
+class EarlierRun(NamedTuple):
+    """One evaluation of a job's probe on some of the job's images.
+
+    Attributes:
+        num_images: Number of scored images and training images.
+        seconds: Wall-clock time.
+        device: Device as in `Record.device`.
+        created: Time at which it ended, in UTC and ISO 8601.
+    """
+
+    num_images: int
+    seconds: float
+    device: str
+    created: str
+
+
+def estimate_seconds(jobs: Sequence[Job], store: ResultStore) -> list[float | None]:
+    """Estimate the wall-clock time of jobs from stored results on some of their images.
+
+    The time is extrapolated linearly over the number of images (see `extrapolate`). Only results of
+    the same encoder, probe settings and blocks count, and only those of the device that was used
+    last. Such results come from the same command with `--limit 12`, for example.
+
+    Args:
+        jobs: The planned jobs.
+        store: The results folder.
+
+    Returns:
+        Seconds for each job. A job without pending results takes 0 s. If there are no earlier
+        results, the value is None.
+    """
+    pending = [job for job in jobs if job.pending]
+    records = _load_records(pending, store)
+    estimates: list[float | None] = []
+    for job in jobs:
+        runs = _find_earlier_runs(job, records, store) if job.pending else []
+        last = max(runs, key=lambda run: run.created, default=None)
+        if last is None:
+            estimates.append(None if job.pending else 0.0)
+            continue
+        seconds = {run.num_images: run.seconds for run in runs if run.device == last.device}
+        estimates.append(extrapolate(seconds, job.num_images))
+    return estimates
+
+
+def extrapolate(seconds: Mapping[int, float], num_images: int) -> float:
+    """Estimate the time for a number of images.
+
+    With measurements of several numbers of images, fit a line, which includes a constant time for
+    the start. A line that does not rise is not used. With one measurement, assume that the time is
+    proportional to the number of images.
+
+    Args:
+        seconds: Measured seconds by number of images.
+        num_images: Number of images to estimate the time for.
+    """
+    largest = max(seconds)
+    if len(seconds) == 1:
+        return seconds[largest] * num_images / largest
+    slope, start = np.polyfit(list(seconds), list(seconds.values()), deg=1)
+    # Some probes use a limited number of images, so that more images take no more time.
+    return float(start + slope * num_images) if slope > 0 else seconds[largest]
+
+
+def _load_records(jobs: Sequence[Job], store: ResultStore) -> list[Record]:
+    """Load the records of the jobs' encoders and tasks, without those that cannot be read."""
+    encoders = {encoder_id(job.encoder.identity()) for job in jobs}
+    folders = {f"/records/{job.planned.probe.task}/" for job in jobs}
+    try:
+        paths = [
+            path
+            for encoder, own in store.encoders().items()
+            if encoder.encoder_id in encoders
+            for path in own
+            if any(folder in path for folder in folders)
+        ]
+        return store.records(paths)
+    except DataError:
+        return []
+
+
+def _find_earlier_runs(job: Job, records: Sequence[Record], store: ResultStore) -> list[EarlierRun]:
+    wanted, ids = _identify_probe(job.keys[0], job), frozenset(job.images.ids)
+    by_images: dict[str, list[Record]] = {}
+    for record in records:
+        if _identify_probe(record, job) == wanted:
+            by_images.setdefault(record.dataset_fingerprint, []).append(record)
+    runs = []
+    for fingerprint, same_images in by_images.items():
+        scored = store.image_ids(fingerprint)
+        layers = {record.layer for record in same_images}
+        if scored is not None and ids.issuperset(scored) and layers.issuperset(job.layers):
+            slowest = max(same_images, key=lambda record: record.seconds)
+            num_images = store.count_images(slowest)
+            if num_images:
+                runs.append(
+                    EarlierRun(num_images, slowest.seconds, slowest.device, slowest.created)
+                )
+    return runs
+
+
+def _identify_probe(key: ResultKey, job: Job) -> tuple[object, ...]:
+    """Return what determines the time per image: the encoder, the probe and its settings."""
+    settings = {name: key.settings.get(name) for name in (*job.planned.probe.settings(), "dtype")}
+    encoder = [getattr(key, name) for name in ENCODER_FIELDS]
+    return encoder, key.task, key.protocol, key.split, settings
