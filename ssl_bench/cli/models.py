@@ -15,7 +15,9 @@ from ssl_bench.system.files import open_regular
 from ssl_bench.system.output import dump_json, escape_lines, to_one_line
 
 _MAX_NAMES = 3
-_NO_KEYS = "queries, keys and values are unknown (no attn.qkv in each block), so probes use tokens"
+_NO_KEYS = (
+    "queries, keys and values are unknown (not every block has attn.qkv), so probes use tokens"
+)
 
 
 TIMM_PATTERNS = (
