@@ -233,7 +233,12 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _check_names(commands: Mapping[str, argparse.ArgumentParser], arguments: Sequence[str]) -> None:
-    """Raise ConfigurationError for an unknown command or flag."""
+    """Raise ConfigurationError if the command line contains an unknown command or flag.
+
+    Args:
+        commands: Parser of each command, by name.
+        arguments: The words of the command line after `ssl-bench`.
+    """
     command = arguments[0] if arguments else "-"
     if command.startswith("-"):
         return
@@ -275,8 +280,9 @@ def _unknown_argument(
 def _join_values(arguments: Sequence[str]) -> list[str]:
     """Join the flags `--layer` and `--checkpoint` with their values, as FLAG=VALUE.
 
-    Otherwise, argparse would read the value in `--layer -1,0` as a flag. A shell expands
-    `--checkpoint runs/*` to `--checkpoint A B C`. This becomes three flags with one value each.
+    There are two reasons. For `--layer -1,0`, argparse would read the value as a flag. For
+    `--checkpoint runs/*`, a shell passes several words, such as `--checkpoint A B C`. These become
+    `--checkpoint=A --checkpoint=B --checkpoint=C`.
     """
     joined: list[str] = []
     for word in arguments:

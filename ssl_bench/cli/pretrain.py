@@ -14,7 +14,7 @@ from ssl_bench.system.process import is_main_process
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Pretrain an encoder in a run folder.
+    """Pretrain an encoder, and save it in a run folder.
 
     With `--print-config` or `--dry-run`, only print the configuration or an outline of the run.
     """

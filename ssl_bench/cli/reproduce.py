@@ -135,13 +135,15 @@ class Plan:
     """The steps that reproduce a published table.
 
     Attributes:
-        runs: Runs to train, in order.
+        table: The published table.
+        options: The user's options, such as the requested rows.
+        runs: Training runs, in order.
         steps: All commands, in order.
         checkpoints: URI of each row's encoder, by row name.
         images: Names of all required datasets, with training datasets first.
         unreachable_rows: Rows that need an epoch after the end of the run, because the user
             shortened the run.
-        rows_without_run: Rows for which no run is defined.
+        rows_without_run: Rows for which no training run is defined.
     """
 
     table: PublishedTable
@@ -269,7 +271,11 @@ def _parse_roots(text: str | None) -> dict[str, str]:
 
 
 def find_tables(name: str) -> list[PublishedTable]:
-    """Return the table with a name such as "cutting_the_skip/table2", or all tables of a paper."""
+    """Return the published tables that `name` identifies.
+
+    If `name` is the name of a table, such as "cutting_the_skip/table2", this is one table. If
+    `name` is the name of a paper, these are all of its tables.
+    """
     known = {full_name(table): table for table in load_published_tables()}
     tables = [table for full, table in known.items() if name in (full, table.name, table.paper)]
     if tables:
@@ -298,9 +304,9 @@ def split_address(address: str) -> tuple[str, int | None]:
 
 
 def list_runs(table: PublishedTable) -> list[Experiment]:
-    """Return the training runs that a published table needs.
+    """Return the training runs that reproduce a published table, in an order in which they can run.
 
-    If a run starts from the weights of another run, that run comes first.
+    If run A starts from the weights of run B, then B comes before A.
     """
     known, runs = experiments(), dict[str, Experiment]()
     for address in filter(is_run, table.runs.values()):
@@ -484,7 +490,7 @@ def _probe_words(column: PublishedColumn, options: PlanOptions) -> list[str]:
 
 
 def _quote(path: Path) -> str:
-    """Return a path as the value of a KEY=VALUE setting, quoted if necessary."""
+    """Return a path as the value of a KEY=VALUE setting, in quotes if they are necessary."""
     text = str(path)
     return text if _UNQUOTED_PATH.fullmatch(text) else "'" + text.replace("'", "\\'") + "'"
 
@@ -520,7 +526,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def _load_records(out: Path) -> list[Record]:
-    """Return the records in a results folder, or an empty list if there are none."""
+    """Return the records (stored scores) in a results folder, or an empty list without any."""
     store = ResultStore(out)
     try:
         records = store.records()
@@ -623,10 +629,11 @@ def run_steps(
 ) -> Iterator[tuple[Step, Outcome]]:
     """Run the steps of a plan one after the other, and yield each step with its outcome.
 
-    If a run fails, the steps that need this run are skipped. All other steps are still run.
+    If a training run fails, the steps that need this run are skipped. All other steps are still
+    run.
 
     Args:
-        plan: The plan.
+        plan: The plan for a published table.
         execute: Function that runs `ssl-bench` with the given arguments and returns its exit code.
         debug: Whether to raise the first error instead of reporting it.
     """

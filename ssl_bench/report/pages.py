@@ -102,9 +102,9 @@ class Report:
 
 
 def list_clean_panels(panels: Sequence[Panel]) -> Sequence[Panel]:
-    """Return the panels with scores on uncorrupted images. If there are none, return all panels.
+    """Return the panels (groups of comparable scores) with scores on uncorrupted images.
 
-    A panel is a group of comparable scores.
+    If there are no such panels, return all panels.
     """
     return [panel for panel in panels if not panel.is_corrupted] or panels
 
@@ -380,10 +380,12 @@ def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, A
 
 
 def _list_settings(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the different settings with which the records (stored scores) were computed.
+    """Return the distinct settings with which the records (stored scores) were computed.
 
-    Each element also contains a title, a note on how the scores were computed, and the fingerprint
-    (digest) of the scored images.
+    Returns:
+        Dictionaries with the keys "title" (task, dataset and protocol), "footnote" (how the scores
+        were computed), "fingerprint" (digest of the scored images) and "settings" (names and
+        values).
     """
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:

@@ -205,7 +205,7 @@ def _count_correct(first: PerImage, second: PerImage) -> list[int] | None:
     scores are not one integer per image: 1 if the image is correct, 0 if it is wrong.
     """
     # If there is one integer per image, it says whether the image is correct. Other per-image
-    # values are percentages, counts or the results of several draws.
+    # values are percentages, counts or the results of several random draws.
     if first.ndim != 1 or "f" in (first.dtype.kind, second.dtype.kind):
         return None
     one, other = first.astype(bool), second.astype(bool)

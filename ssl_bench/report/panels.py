@@ -195,7 +195,7 @@ class Line:
 
     @cached_property
     def best_entry(self) -> Entry | None:
-        """The highest score with its block, or None if no block can be the best.
+        """The entry (score at a block) with the highest score, or None if no block can be best.
 
         `Entry.is_rankable` states which blocks can be the best.
         """
@@ -244,11 +244,16 @@ class Line:
 class Panel:
     """Comparable scores of checkpoints: one metric on the same images with the same settings.
 
+    A panel is drawn as one chart.
+
     Attributes:
         number: Index in the list of panels. Links to the panel contain this number.
         unit: "%", or "" for plain numbers.
+        facet: Kind of feature, such as "token".
+        protocol: Name of a preset of the probe's settings.
         settings_text: Settings that distinguish the panel from others with the same metric and
-            protocol (preset), such as ", lr=0.1", or "".
+            protocol, such as ", lr=0.1", or "".
+        lines: The scores of each checkpoint.
         footnote: Notes about the scores, such as the number of images, the seeds and the software
             versions.
     """

@@ -73,7 +73,7 @@ class Difference:
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether either score is degenerate.
+        """Whether at least one of the two scores is degenerate.
 
         A score is degenerate if more than `MAX_DEGENERATE_PERCENT` % of the images have an
         arbitrary result, for example because rounding errors decide it.

@@ -25,7 +25,7 @@ from ssl_bench.tables.sheets import Cell, Sheet, Table, default_format, render_t
 from ssl_bench.tables.styles import lacks_skips
 
 MAX_TABLES = 4
-"""If a task has more tables than this, only those of its main metric are printed."""
+"""All tables of a single task are printed if there are at most this many."""
 
 PROBE_EPOCHS = (
     *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
@@ -144,7 +144,7 @@ class Pivot(Table):
         return str(column)
 
     def marks(self) -> tuple[str, ...]:
-        """Return explanations of the signs in the table, such as †."""
+        """Return explanations of the signs in the table, such as †, to be printed below it."""
         return (self.dagger_meaning,) if self.dagger_meaning else ()
 
     def entry_text(self, entry: Entry) -> str:

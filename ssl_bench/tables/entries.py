@@ -412,7 +412,10 @@ def dagger_meaning(percents: Iterable[float | None]) -> str:
 
 
 def metric_notes(records: Iterable[Record]) -> list[str]:
-    """Return notes that explain words in metric names, such as "oracle"."""
+    """Return notes that explain words in the metric names of the records (stored scores).
+
+    Such words are "oracle", "holdout" and "degenerate".
+    """
     metrics = {record.metric for record in records}
     notes = []
     if any(metric.endswith("_oracle") for metric in metrics):

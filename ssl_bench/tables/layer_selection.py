@@ -115,7 +115,7 @@ def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | N
     if len(set(layers)) == 1:
         return mean_entry([by_layer[layers[0]]])
     estimate = curve.estimate(mixed)
-    # All folds have the same size, so the mean over folds weights all images equally.
+    # Folds differ by at most one image, so their mean weights all images about equally.
     shares = [by_layer[layer].degenerate_percent for layer in layers]
     return Entry(
         estimate.value,

@@ -37,11 +37,12 @@ class PaperTable(Pivot):
     """A published table in which each cell also shows our score, if there is one.
 
     Attributes:
-        derived: Our values that are not stored as records, by (row, column): numbers computed from
-            training logs, and differences between rows.
-        choice: How the block of each score is chosen: "holdout" or "oracle". If None, each column
-            uses its own `PublishedColumn.choice`. Columns whose own choice is "last" always show
-            the last block.
+        published: The published table.
+        derived: Our values that are not stored as records (scores of probes), by (row, column).
+            They are numbers computed from training logs, and differences between rows.
+        choice: How the block of each score is chosen: "holdout" (on other images than the scored
+            ones) or "oracle" (on the scored images). If None, each column uses its own
+            `PublishedColumn.choice`. Columns whose own choice is "last" always show the last block.
     """
 
     published: PublishedTable

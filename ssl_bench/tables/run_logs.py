@@ -348,7 +348,7 @@ def _copied_letters(config: Mapping[str, Any], log: RunLog) -> float:
 
 
 def _training_days(config: Mapping[str, Any], log: RunLog) -> float:
-    """Return the total duration of all optimizer steps in days, without evaluations in between."""
+    """Return the duration of all optimizer steps of a run in days, without evaluations."""
     if log.num_missing:
         raise ValueError("some steps are missing")
     rates = log.curves["images_per_second"].values
@@ -390,7 +390,10 @@ RUN_MEASURES = {
         for percent in (25, 50, 75, 100)
     },
 }
-"""Measures by metric name. They fill those columns of published tables whose task is "run"."""
+"""Numbers that can be computed from a training log, by metric name.
+
+They fill those columns of published tables whose task is "run".
+"""
 
 
 def read_run_measure(metric: str, folder: Path) -> float | None:

@@ -23,7 +23,7 @@ PROGRAM_FORMATS = ("csv", "json", "parquet")
 """Formats for programs. They contain unrounded values."""
 FORMATS = (*STYLES, *PROGRAM_FORMATS)
 NO_VALUE = "\N{EN DASH}"
-"""Text of a cell whose value is not a number."""
+"""Text of a cell whose value is NaN."""
 _MAX_LINE_WIDTH = 100
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 
