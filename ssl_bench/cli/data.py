@@ -364,8 +364,8 @@ def _check_split(dataset: Dataset, split: str, published: int | None) -> dict[st
 
     Returns:
         A dictionary of JSON types. "role" is the argument `split`, and "split" is the name of the
-        opened split. "images", "published" and "read" are numbers of images, where "read" counts
-        those of the sample that are readable. "problems" is a list of error messages.
+        opened split. "images" and "published" are numbers of images. "read" is the number of
+        readable images in the sample. "problems" is a list of error messages.
     """
     state = {"role": split, "split": "", "images": 0, "published": published, "read": 0}
     try:

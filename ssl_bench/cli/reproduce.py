@@ -48,7 +48,7 @@ TRAINING_GB = {
 }
 """Download size of each training dataset in gigabytes.
 
-The sizes are those of the archives of ILSVRC 2012 (training and validation images),
+They are the sizes of the archives of ILSVRC 2012 (training and validation images),
 tiny-imagenet-200.zip, cifar-10-python.tar.gz, cifar-100-python.tar.gz, SVHN (train_32x32.mat and
 test_32x32.mat) and MNIST (four files). The strings of the copying task are generated, so nothing is
 downloaded for this task."""

@@ -120,8 +120,8 @@ def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
     """Return sentences that name the encoders that are best most often, and the unbeaten baselines.
 
     A baseline is image-independent, such as predicting the most frequent class. It is unbeaten if
-    no encoder scores significantly higher. Each of `panels` is a group of comparable scores, such
-    as those of one metric on one dataset.
+    no encoder scores significantly higher. Each of `panels` is a group of comparable scores: one
+    metric on the same images with the same settings.
     """
     compared = [panel for panel in panels if list_best(panel)]
     won: dict[Checkpoint, list[str]] = defaultdict(list)
@@ -267,8 +267,8 @@ def find_lower_blocks(
 
     If `is_paired` is true and per-image scores are stored, two blocks are compared image by image.
     The score of a block is then significantly lower if the 95 % interval of the difference excludes
-    0. Otherwise, the 95 % interval of its score must lie below that of the best block. Degenerate
-    blocks, where too many images have an arbitrary result, are never returned.
+    0. Otherwise, the 95 % interval of its score must lie below the interval of the best block.
+    Degenerate blocks, where too many images have an arbitrary result, are never returned.
 
     Args:
         store: Results folder with the per-image scores.
@@ -357,9 +357,9 @@ def _be(number: int) -> str:
 
 
 def list_unreadable_images(panels: Sequence[Panel]) -> list[str]:
-    """Return a sentence that names the unreadable images of each dataset that has such images.
+    """Return a sentence for each dataset with unreadable images, which names some of these images.
 
-    The datasets are those of `panels`, which are groups of comparable scores.
+    Each of `panels` is a group of comparable scores on one dataset.
     """
     sentences = []
     for panel in panels:

@@ -288,7 +288,7 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
 
 
 def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group the panels of one task by split, and unfold those of the task's main metric.
+    """Group the panels of one task by split, and unfold the panels of the task's main metric.
 
     A panel is a group of comparable scores that is drawn as a chart. If a split has at most
     `_MAX_UNFOLDED` panels, all of them are unfolded. `views` contains the results of `_draw_panel`.

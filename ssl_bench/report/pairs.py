@@ -62,7 +62,12 @@ class Side(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Difference between two scores, with the records (stored scores) behind each of them."""
+    """Difference between two scores.
+
+    Attributes:
+        first: The records (stored scores) from which the first score was computed.
+        second: The records from which the second score was computed.
+    """
 
     difference: Difference
     first: Sequence[Record]

@@ -34,8 +34,8 @@ class EncoderTable(Pivot):
 
     Attributes:
         choice: How the block of each score was chosen: "holdout" (on other images than the scored
-            ones) or "oracle" (on the scored images). "block" if only one block of each encoder was
-            scored.
+            ones) or "oracle" (on the scored images). If only one block of each encoder was scored,
+            it is "block".
         series: One record (a stored score) for each column name, which states what is measured.
     """
 

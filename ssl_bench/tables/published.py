@@ -38,7 +38,7 @@ class PublishedColumn:
             ssl-bench cannot measure the column.
         dataset: Name of the dataset as in records (stored scores), or "".
         metric: Name of the metric as in records, or "".
-        facets: Kinds of features that match those of the paper. An empty tuple allows every kind.
+        facets: Kinds of features that match the paper. An empty tuple allows every kind.
         num_images: Number of images in the full split, or None if unknown or if no split is scored.
             The paper is assumed to use all images, because papers do not always state this.
         probe: Overrides for the command `ssl-bench probe` that measures the column.

@@ -213,8 +213,8 @@ def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
     """Read the logs of pretraining runs.
 
     Each element of `addresses` is the folder of a run or a folder that contains such folders. Logs
-    without any row, such as those of runs that have just started, are left out, and a message names
-    them.
+    without any row are left out, and a message names them. For example, a run that has just started
+    has such a log.
 
     Raises:
         DataError: A folder contains no run, or no log contains a row.
