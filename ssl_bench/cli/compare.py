@@ -29,7 +29,7 @@ from ssl_bench.tables.comparison import (
 from ssl_bench.tables.depth import group_by_run
 
 Table = Comparison | EpochComparison
-# Tables whose records agree in all of these fields only differ in the metric.
+# If the records of two tables agree in all of these fields, the tables only differ in the metric.
 _TABLE_FIELDS = ("task", "dataset", "split", "facet", "protocol", "seed")
 
 
@@ -50,10 +50,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _select_tables(options: argparse.Namespace, records: Sequence[Record]) -> list[Record]:
-    """Select the tables to print, and return their records.
+    """Choose the tables to print, and return the records (stored scores) that represent them.
 
-    By default, only the table of the main metric is selected. The options `--metric` and
-    `--all-metrics` select others.
+    By default, only tables of each task's main metric are chosen. With `--metric` or
+    `--all-metrics`, all tables in `records` are chosen.
 
     Args:
         options: Options of the command.
@@ -80,7 +80,14 @@ def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[Epoch
 
 
 def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
-    """Return the name of a training run, given this name or a name of one of its encoders."""
+    """Return the name of the training run that `name` identifies.
+
+    `name` is the name of the run itself, or a name of one of its encoders, such as a checkpoint
+    file.
+
+    Raises:
+        DataError: No run in the records (stored scores) matches.
+    """
     runs = group_by_run(records)
     if name in runs:
         return name
@@ -132,7 +139,8 @@ def _select(
     try:
         return filter_records(options, select_tasks(options.task, records), store)
     except ConfigurationError:
-        # A value that occurs only in records of other encoders is valid, but selects no record
-        # here.
+        # A flag such as `--dataset` may have a value that occurs only in records of other encoders.
+        # This is not an error, but selects no record. The next call raises an error for any other
+        # value.
         filter_records(options, select_tasks(options.task, store.records()), store)
         return []

@@ -28,7 +28,7 @@ _ssl_bench_target() {
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the completion script for a shell, with the names of all probes and datasets."""
+    """Print a shell script that completes commands, flags, and names of probes and datasets."""
     parser, shell = build_parser(), options.shell
     try:
         import shtab
@@ -59,7 +59,14 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _shell_functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
-    """Return shell functions that list the tasks and datasets. Only bash and fish need them."""
+    """Return the code of shell functions with which the completion script lists tasks and datasets.
+
+    Only bash and fish need such functions. For other shells, the code is empty.
+
+    Args:
+        shell: Name of the shell, such as "bash".
+        names: The names to complete, for the keys "task" and "dataset".
+    """
     if shell == "bash":
         return _BASH_FUNCTIONS + "\n".join(
             f'_ssl_bench_{kind}() {{ _ssl_bench_list "$1" {" ".join(valid)}; }}'

@@ -122,7 +122,7 @@ def _as_json(source: Source) -> dict[str, Any]:
 
 
 def _format_facts(facts: Mapping[str, Any], source: Source) -> list[str]:
-    names = ", ".join(facts["class_names"]) or "named in the download"
+    names = ", ".join(facts["class_names"]) or "listed in the downloaded files"
     files = []
     for file in source.downloads:
         published = file.published
@@ -153,7 +153,16 @@ def _class_names(source: Source, dataset: Any) -> Sequence[str]:
 def _build_dataset(
     name: str, root: str | None, overrides: Sequence[str] = ()
 ) -> tuple[Any, ReadOptions]:
-    """Build a dataset without opening its files. Also return the options for reading images."""
+    """Build the dataset `name` without opening its files.
+
+    Also return the settings `data.fingerprint` and `data.bits`, which determine how its images are
+    read.
+
+    Args:
+        name: Name of the dataset, such as "voc2012".
+        root: Folder of the dataset. None if it is not needed, or if `overrides` contain it.
+        overrides: KEY=VALUE settings.
+    """
     # Import it only here, because importing Hydra takes longer than running `data list`.
     from ssl_bench.composition.compose import add_data_root, build, compose_config
 
@@ -194,7 +203,10 @@ def _local_path(file: Download, root: Path) -> Path:
 
 
 def _download_file(file: Download, root: Path) -> None:
-    """Download a file, unpack it if it is an archive, and mark the download as finished."""
+    """Download a file to the folder `root` of a dataset, and unpack it if it is an archive.
+
+    A small file in `root` then marks the download as finished, so that it is not repeated.
+    """
     say(f"downloading {file.published.url} ({format_size(file.size)})")
     path = _local_path(file, root)
     check = _require_archive if file.is_archive else None
@@ -277,10 +289,14 @@ def _require_root(options: argparse.Namespace) -> Path:
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Check a dataset, and print what was found.
+    """Check the files of a dataset, and print the number of images and the problems of each split.
 
-    The size of each split is compared with the published size, if it is known. A random sample of
-    images is read, or all images of a folder of photographs.
+    If the published size of a split is known, the number of images is compared with it. In each
+    split, a random sample of images is read. In a folder of photographs, all images are read
+    instead.
+
+    Raises:
+        DataError: The dataset has problems.
     """
     name, own_root = options.target, None
     if name is not None and ":" in name:
@@ -319,7 +335,11 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
-    """Decode all images in a folder of photographs, and print the images that are unreadable."""
+    """Decode all images in a folder of photographs, and print which images are unreadable.
+
+    Raises:
+        UnreadableImage: At least one image is unreadable.
+    """
     faults = find_read_errors(images, {})
     problems = [to_one_line(str(fault)) for fault in faults if fault is not None]
     if as_json:
@@ -343,7 +363,9 @@ def _check_split(dataset: Dataset, split: str, published: int | None) -> dict[st
         published: Published number of images, or None if it is unknown.
 
     Returns:
-        The numbers of images and the problems, as JSON types.
+        A dictionary of JSON types. "role" is the argument `split`, and "split" is the name of the
+        opened split. "images" and "published" are numbers of images. "read" is the number of
+        readable images in the sample. "problems" is a list of error messages.
     """
     state = {"role": split, "split": "", "images": 0, "published": published, "read": 0}
     try:
@@ -401,7 +423,7 @@ def _faulty_dataset(
         f"{source.name} in {root} has {count} problem{'s' * (count > 1)}. The first is in "
         f"{faulty[0]['role']}: {faulty[0]['problems'][0]}"
     )
-    # All existing images can be read, but some published images are missing.
+    # If the dataset is only a subset, all existing images are readable, but some are missing.
     is_subset = all(
         0 < state["images"] < (state["published"] or 0) and len(state["problems"]) == 1
         for state in faulty
@@ -479,7 +501,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def write_manifest(root: Path, manifest: Path) -> int:
-    """Write the SHA-256 of each file below a folder to the manifest. Return the number of files."""
+    """Write the SHA-256 of each file below the folder `root` to the file `manifest`.
+
+    Return the number of files.
+    """
     names = _find_files(root, manifest)
     if not names:
         raise DataError(f"{root} has no files, expected the folder of a dataset")
@@ -518,7 +543,10 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
 
 
 def _find_files(root: Path, manifest: Path) -> list[str]:
-    """Return the sorted paths of all files below a folder, except hidden files and the manifest."""
+    """Return the sorted paths of all files below the folder `root`, relative to this folder.
+
+    Hidden files, files in hidden folders, and the manifest itself are left out.
+    """
     if not root.is_dir():
         raise DataError(f"{root} is not a folder, expected the folder of a dataset")
     excluded = resolve_links(manifest)
@@ -531,7 +559,12 @@ def _find_files(root: Path, manifest: Path) -> list[str]:
 
 
 def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the path and SHA-256 of each file. Threads compute the digests in parallel."""
+    """Yield the path and the SHA-256 of each file. Threads compute the digests in parallel.
+
+    Args:
+        root: Folder of the files.
+        names: Paths of the files, relative to `root`.
+    """
 
     def digest(name: str) -> str:
         try:

@@ -63,7 +63,7 @@ class Finding(NamedTuple):
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print one line per finding. Return exit code 5 if a required package is broken, else 0."""
+    """Print the versions, devices and caches. Return 5 if a required package is broken, else 0."""
     # Print broken packages last, because users notice the last lines.
     findings = sorted(_find_all(options.data_root), key=lambda finding: finding.broken)
     has_broken = any(finding.broken for finding in findings)
@@ -195,16 +195,17 @@ def _find_datasets(text: str) -> Iterator[Finding]:
 
 
 def _describe_dataset(name: str, root: str) -> str | None:
-    """Return the uses of a dataset and the sizes of its splits as text.
+    """Describe the possible uses of the dataset `name` in the folder `root`, and its split sizes.
 
-    A use is a role such as "segmentation". Return None if the folder does not contain the dataset.
+    For example, the text is "voc2012 in /data: segmentation (1464 train, 1449 val)". Return None if
+    the folder does not contain the dataset.
     """
     config = compose_config("data", add_data_root([f"dataset={name}"], root))
     dataset: Dataset = build(config, "dataset")
     if not hasattr(dataset, "root"):
         return None
     roles: list[str] = []
-    # The roles of some datasets are only known after their files are opened.
+    # Opening the files may fail. For some datasets, only the files show how they can be used.
     with suppress(SslBenchError):
         roles = sorted(dataset.supports & SPLITS_OF_ROLES.keys())
     lines = []

@@ -61,10 +61,10 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the features of a dataset, an index of the images, and a description in `about.json`.
 
     Images are resized to squares with a side of `--image-size` pixels, or to the encoder's native
-    size by default. A file of features contains arrays such as "block05.token" (images x rows x
-    cols x dim) and "block05.cls" (images x dim). For each image, the index states the split, the
-    class, the file of features and the row in this file. Complete files from an earlier run are
-    kept.
+    size by default. A file of features contains arrays such as "block05.token" (images x patch rows
+    x patch columns x dim) and "block05.cls" (images x dim). For each image, the index states the
+    split, the class, the file of features and the row in this file. Complete files from an earlier
+    run are kept.
     """
     require_single_process("features")
     require_choice("format", options.format, FORMATS)
@@ -125,9 +125,13 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _open_dataset(
     options: argparse.Namespace, overrides: Sequence[str], on_bad_image: OnBadImage | None
 ) -> tuple[Dataset, int | None]:
-    """Return the dataset without unreadable images, and the value of `data.bits`.
+    """Return the dataset, and the number of bits that its 16-bit images use (`data.bits`).
 
-    This setting is the number of bits that 16-bit images use.
+    Args:
+        options: Options of the command, with the name and the folder of the dataset.
+        overrides: KEY=VALUE settings.
+        on_bad_image: Whether unreadable images are left out ("skip") or raise an error ("fail").
+            None for the default of the dataset.
     """
     name, root = require_dataset(options.dataset)
     words = [f"dataset={name}", *add_data_root(overrides, root or options.data_root)]
@@ -140,9 +144,10 @@ def _open_dataset(
 
 
 def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
-    """Return the splits that the user named. By default, return all splits with annotations.
+    """Return the splits of a dataset that `text` names, such as "train,val".
 
-    If the dataset has no annotations, return all of its images.
+    If `text` is None, return all splits with annotations. If the dataset has no annotations, return
+    the split with all of its images.
     """
     if text is not None:
         names = [require_choice("split", name.strip(), _SPLITS) for name in text.split(",")]
@@ -154,7 +159,10 @@ def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
 
 
 def _start_or_continue(path: Path, about: Mapping[str, Any]) -> None:
-    """Write the description of the features to a file, or compare it with the existing file.
+    """Write the description `about` of the features to the file `path`.
+
+    If the folder of this file already contains features, only check that they have the same
+    description, because more features may then be added.
 
     Raises:
         ConfigurationError: The folder contains features with another description.
@@ -184,9 +192,10 @@ def _write_split(
     out: Path,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Write the missing feature files of a split.
+    """Write those feature files of a split that do not exist yet to the folder `out`.
 
-    Return one row of the index for each image in the split.
+    Images are resized to `size`, the (height, width) in pixels. Return one row of the file
+    `index.parquet` for each image of the split.
     """
     num_bytes = _bytes_per_image(extractor, size, options.dtype)
     per_file = max(1, min(_MAX_IMAGES, _MAX_BYTES // num_bytes))
@@ -234,10 +243,14 @@ def _extract(
     size: tuple[int, int],
     options: argparse.Namespace,
 ) -> dict[str, np.ndarray]:
-    """Return arrays of features by block and facet, and arrays of image ids and class labels.
+    """Compute the features of the images at `indices`, after resizing them to `size`.
 
-    A facet is a kind of feature, such as tokens. The keys of the dictionary are names such as
-    "block05.token", "image_id" and "label". Images without a class have the label -1.
+    `size` is the (height, width) in pixels.
+
+    Returns:
+        Arrays whose first axis is the image. Features have keys such as "block05.token", with the
+        block and the facet (kind of feature). The key "image_id" has the image ids. The key "label"
+        has the class indices, or -1 for images without a class.
     """
     parts: dict[str, list[np.ndarray]] = {}
     ids, labels = list[str](), list[int]()
@@ -268,7 +281,12 @@ def _extract(
 
 
 def _require_range(values: np.ndarray, dtype: str, name: str) -> None:
-    """Check that `dtype` can store the largest absolute value of a feature array.
+    """Check that the number format `dtype` can store the largest absolute value of a feature array.
+
+    Args:
+        values: The feature array.
+        dtype: Number format, such as "float16".
+        name: Name of the array for the error message, such as "block05.token".
 
     Raises:
         CheckpointError: The value would overflow or underflow.
@@ -294,7 +312,7 @@ def _write(path: Path, arrays: dict[str, np.ndarray], file_format: str) -> None:
 
 
 def _read_ids_and_labels(path: Path) -> tuple[list[str], list[int]] | None:
-    """Return the image ids and class labels in a file of features.
+    """Return the image ids and class labels in a file of features. The label is -1 without a class.
 
     Return None if the file is missing or damaged.
     """

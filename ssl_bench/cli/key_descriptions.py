@@ -1,4 +1,4 @@
-"""Describe KEY=VALUE options: their default values, legal values and meaning."""
+"""Describe config keys (names in KEY=VALUE settings): default, legal values and meaning."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ from ssl_bench.request import probing_config
 _MEANINGS = {
     "dataset.root": "folder of the dataset (--data-root)",
     "data.root": "folder of the dataset (--data-root)",
-    "data.fingerprint": "whether files are identified by their content or by size and time",
+    "data.fingerprint": "whether files are identified by their content, or by their size and time",
     "data.bits": "number of bits that 16-bit images use",
     "data.limit": "maximum number of images per split, evenly spaced (--limit)",
     "data.first": "use only this number of images from the start of each split",
@@ -41,7 +41,7 @@ _MEANINGS = {
     "data.std": "standard deviation of red, green and blue for normalisation",
     "corrupt": "corruption and severity of the scored images, e.g. gaussian_noise:3",
     "seed": "random seed (--seed)",
-    "dtype": "number format of the encoder",
+    "dtype": "number format in which the encoder computes",
     "guesses": "settings that the paper does not state, and differences from its code",
     "num_workers": "number of processes that read images",
     "batch_size": "number of images or features per batch",
@@ -83,11 +83,20 @@ _MEANINGS = {
     "num_heads": "number of attention heads",
     "qkv_bias": "whether queries, keys and values have a bias",
 }
-"""Meanings of keys that no class documents. They apply to all keys with the same ending."""
+"""Meanings of config keys that no class documents.
+
+An entry such as "depth" applies to all keys whose last parts are equal, such as "model.depth". If
+several entries apply, the one with the most parts is used.
+"""
 
 
 def describe_target(target: str, overrides: Sequence[str]) -> list[str]:
-    """Return one line for each config key of a target, such as "probe.tokencut"."""
+    """Return one line of text for each config key of a target, a part of the configuration.
+
+    Examples of targets are "pretrain" (all keys of a run), "train" (a group of keys),
+    "probe.tokencut" (all keys of a probe) and "probe.tokencut.tau" (one key). `overrides` contains
+    KEY=VALUE settings, whose values are shown instead of the defaults.
+    """
     group, _, rest = target.partition(".")
     name, _, field = rest.partition(".")
     key = f"{group}.{field}" if field else group
@@ -117,9 +126,9 @@ def describe_target(target: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
-    """Return one line for each config key that is equal to or below one of `parents`.
+    """Return one line of text for each config key in `parents`, and for all keys below them.
 
-    If `parents` is empty, all keys are described.
+    For example, "train.seed" is below "train". If `parents` is empty, all keys are described.
 
     Raises:
         ConfigurationError: There is no such key.
@@ -141,7 +150,10 @@ def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list
 
 
 def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
-    """Return lines such as "train.seed=0  a whole number in [0, 4294967295]: random seed"."""
+    """Return lines such as "train.seed=0  a whole number in [0, 4294967295]: random seed".
+
+    `parents` selects the keys, as in `list_described_keys`.
+    """
     keys = list_described_keys(config, parents)
     assignments = [f"{key.name}={key.default}" for key in keys]
     width = min(max(map(len, assignments), default=0), MAX_NAME_LENGTH)
@@ -161,9 +173,9 @@ class Key(NamedTuple):
 
 
 def list_described_keys(config: dict[str, Any], parents: Sequence[str]) -> list[Key]:
-    """Return all config keys that are equal to or below one of `parents`, with descriptions.
+    """Return the config keys in `parents` and all keys below them, with their descriptions.
 
-    If `parents` is empty, all keys are returned.
+    For example, "train.seed" is below "train". If `parents` is empty, all keys are returned.
     """
     descriptions = describe_keys(config)
     types = {key: kind for key, (kind, _) in descriptions.items()}
@@ -195,9 +207,14 @@ def _find_meaning(key: str) -> str:
 
 
 def _find_selected_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str, str] | None:
-    """Return the group (folder) and the name of the config file that a key selects.
+    """Return the group (config folder) and the name of the config file that a key selects.
 
-    Return None if the key sets an ordinary value.
+    Return None if the key sets an ordinary value, such as a number.
+
+    Args:
+        config: The nested configuration.
+        key: A key with a dot, such as "probe.loss".
+        value: The value of the key in the flattened configuration.
     """
     top, _, field = key.partition(".")
     component = config.get(top)
@@ -211,10 +228,13 @@ def _find_selected_file(config: Mapping[str, Any], key: str, value: Any) -> tupl
 
 
 def _find_file(group: str, component: Mapping[str, Any]) -> str:
-    """Return the name of the config file in a group (folder) that `component` comes from.
+    """Return the name of the config file from which a part of a configuration was read.
 
-    `component` is a part of a config. Its file contains the same values, apart from defaults. If
-    there is no such file, return the first file for the same class.
+    If no file has exactly the same values, return the first file for the same class.
+
+    Args:
+        group: The folder with the config files to consider.
+        component: The part of the configuration, with all defaults filled in.
     """
     contents = {
         name: read_file(config_folder() / group / f"{name}.yaml") for name in config_names(group)

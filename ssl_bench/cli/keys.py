@@ -18,9 +18,10 @@ _COMMANDS = {
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print one line for each config key of a target such as "probe.tokencut".
+    """Print one line for each config key of a target, a part of the configuration.
 
-    Without a target, list the possible targets.
+    For example, the target "probe.tokencut" has all keys of the probe `tokencut`. Without a target,
+    list the possible targets.
     """
     if options.target is None:
         print("\n".join(_list_targets()))
@@ -39,7 +40,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _wrap_lines(lines: Sequence[str]) -> list[str]:
-    """Wrap lines to the width of the terminal."""
+    """Wrap lines that are wider than the terminal, and remove the spaces that align them."""
     width = max(40, shutil.get_terminal_size().columns)
     wrapped = []
     for line in lines:
@@ -50,7 +51,9 @@ def _wrap_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _list_targets() -> list[str]:
-    lines = ["pretrain         all keys of a run (train, data, monitor: only keys of this group)"]
+    lines = [
+        "pretrain         all keys of a run (train, data or monitor: only the keys of this group)"
+    ]
     for group in (*PROBING_GROUPS, *RUN_GROUPS):
         names = choices(group)
         count = f"{len(names)} names, run `ssl-bench keys {group}` to list them"

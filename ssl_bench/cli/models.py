@@ -15,7 +15,9 @@ from ssl_bench.system.files import open_regular
 from ssl_bench.system.output import dump_json, escape_lines, to_one_line
 
 _MAX_NAMES = 3
-_NO_KEYS = "queries, keys and values are unknown (no attn.qkv in each block), so probes use tokens"
+_NO_KEYS = (
+    "queries, keys and values are unknown (not every block has attn.qkv), so probes use tokens"
+)
 
 
 TIMM_PATTERNS = (
@@ -29,7 +31,7 @@ def command(options: argparse.Namespace) -> int:
     """List the supported kinds of checkpoints, or describe the given checkpoints.
 
     If a checkpoint cannot be loaded, the command prints an error and continues with the next one.
-    The exit code is that of the first error.
+    It returns the exit code of the first error, or 0.
     """
     if not options.uris:
         if options.json:

@@ -85,18 +85,20 @@ For probes, the key of `--batch-size` depends on the task, so it is not listed h
 _TASKS = "tasks, separated by commas, or all (default: all)"
 _LAYERS = "block indices starting at 0 (e.g. 11, -1, 0,5,11 or 0-3), or all (default: all)"
 _DEVICE = "device: cpu, cuda or cuda:N (default: a GPU if there is one)"
-_RECORDS = "folder with records (default: results)"
-_RESULTS = "folder for records and figures (default: results)"
+_RECORDS = "results folder, as written by `ssl-bench probe` (default: results)"
+_RESULTS = "results folder, for scores and figures (default: results)"
 _LIMIT = "use at most N images of each split, evenly spaced (short for data.limit=N)"
 _BATCH = "number of images that the encoder processes at once"
-_TRAINING_BATCH = "images per optimisation step over all GPUs (short for train.batch_size=N)"
+_TRAINING_BATCH = (
+    "number of images per optimisation step, on all GPUs together (short for train.batch_size=N)"
+)
 _FORMATS = (
     "output format: text, terminal, markdown, latex, csv, json or parquet (default: terminal, or "
     "text if the output is redirected)"
 )
 _BAD_IMAGE = (
     "reaction to an unreadable image: fail stops the command, skip leaves out the image "
-    "(default: fail, but skip for the dataset folder)"
+    "(default: fail, but skip with `--dataset folder`)"
 )
 
 
@@ -109,7 +111,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. `ssl_bench.errors` lists the exit codes."""
+    """Run one command and return its exit code. `ssl_bench.errors` lists the exit codes.
+
+    `arguments` contains the words after `ssl-bench`. By default, they are read from `sys.argv`.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     repair_standard_streams()
     use_passive_openmp_waiting()
@@ -180,7 +185,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "ProbeRequest":
-    """Build the request of `ssl-bench probe` or `ssl-bench sweep` from the command line."""
+    """Build the request of `ssl-bench probe` or `ssl-bench sweep` from the command line.
+
+    A request states which encoders, probes, datasets and blocks to evaluate.
+    """
     from ssl_bench.request import ProbeRequest
 
     return ProbeRequest.parse(
@@ -225,7 +233,12 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _check_names(commands: Mapping[str, argparse.ArgumentParser], arguments: Sequence[str]) -> None:
-    """Raise ConfigurationError for an unknown command or flag."""
+    """Raise ConfigurationError if the command line contains an unknown command or flag.
+
+    Args:
+        commands: Parser of each command, by name.
+        arguments: The words of the command line after `ssl-bench`.
+    """
     command = arguments[0] if arguments else "-"
     if command.startswith("-"):
         return
@@ -250,7 +263,7 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
 def _unknown_argument(
     command: str, parser: argparse.ArgumentParser, word: str
 ) -> ConfigurationError:
-    """Return the error for an unknown argument, with the most similar flag as a hint."""
+    """Return the error for the unknown argument `word`, with the most similar flag as a hint."""
     flags = _flags(parser)
     flag = word.partition("=")[0][:100].replace("_", "-")
     names = [name.lstrip("-") for name in flags]
@@ -267,8 +280,9 @@ def _unknown_argument(
 def _join_values(arguments: Sequence[str]) -> list[str]:
     """Join the flags `--layer` and `--checkpoint` with their values, as FLAG=VALUE.
 
-    Otherwise, argparse would read the value in `--layer -1,0` as a flag. A shell expands
-    `--checkpoint runs/*` to `--checkpoint A B C`. This becomes three flags with one value each.
+    There are two reasons. For `--layer -1,0`, argparse would read the value as a flag. For
+    `--checkpoint runs/*`, a shell passes several words, such as `--checkpoint A B C`. These become
+    `--checkpoint=A --checkpoint=B --checkpoint=C`.
     """
     joined: list[str] = []
     for word in arguments:
@@ -308,7 +322,7 @@ def _add_probe(parser: _Parser) -> None:
     _add_probing(parser)
     pictures = "number of example figures to draw, 0 for none (short for probe.panels=N)"
     add("--pictures", type=int, metavar="N", help=pictures)
-    parser.add_switch("--overwrite", "compute finished results again")
+    parser.add_switch("--overwrite", "compute results again that are already stored")
     _add_previews(parser)
     parser.add_switch("--json", "print the records as JSON instead of tables")
 
@@ -326,7 +340,7 @@ def _add_features(parser: _Parser) -> None:
     split = "splits (train, val, images, discovery), separated by commas (default: all)"
     add("--split", help=split)
     add("--layer", default="all", help=_LAYERS)
-    facet = "facets (token, cls, key, ...), separated by commas (default: cls)"
+    facet = "kinds of features (token, cls, key, ...), separated by commas (default: cls)"
     add("--facet", default="cls", help=facet)
     size = "height and width of the images in pixels (default: the encoder's native size)"
     add("--image-size", type=int, metavar="N", help=size)
@@ -350,17 +364,22 @@ def _add_sweep(parser: _Parser) -> None:
     add("--task", default="all", help=_TASKS)
     _add_probing(parser)
     jobs = (
-        "run N processes at a time, and split jobs by block if there are fewer than N jobs "
-        "(default: 1)"
+        "run N processes at a time. If there are fewer than N jobs, the blocks of an encoder are "
+        "divided among several jobs (default: 1)"
     )
     add("--jobs", type=int, default=1, metavar="N", help=jobs)
-    parser.add_switch("--json", "print the plan and the outcome as JSON")
+    parser.add_switch("--json", "print the jobs and their outcomes as JSON")
     parser.add_switch(
-        "--dry-run", "print the plan, with times estimated from results of fewer images, and stop"
+        "--dry-run",
+        "print a table of the jobs, with times estimated from results of fewer images, and stop",
     )
     way = parser.add_mutually_exclusive_group().add_argument
     way("--print", action="store_true", help="print the command of each unfinished job")
-    way("--slurm", action="store_true", help="submit a SLURM array (needs ssl-bench[slurm])")
+    way(
+        "--slurm",
+        action="store_true",
+        help="submit the unfinished jobs as a SLURM array (needs ssl-bench[slurm])",
+    )
     # Users set other SLURM options with the environment variables SBATCH_* of sbatch.
     add(
         "--slurm-partition", metavar="NAME", help="SLURM partition (default: the cluster's default)"
@@ -395,8 +414,8 @@ def _add_pretrain(parser: _Parser) -> None:
 def _add_reproduce(parser: _Parser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="PAPER/TABLE", help="table to show (default: list all tables)")
-    add("--row", action="append", metavar="ROW", help="select a row. May be repeated")
-    add("--dataset", metavar="NAME", help="select datasets, separated by commas")
+    add("--row", action="append", metavar="ROW", help="reproduce only this row. May be repeated")
+    add("--dataset", metavar="NAME", help="probe only these datasets, separated by commas")
     add("--data-root", metavar="NAME=DIR", help="folders of the datasets, separated by commas")
     add("--runs", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
     add("--out", default="results", metavar="DIR", help=_RESULTS)
@@ -426,7 +445,7 @@ def _add_table(parser: _Parser) -> None:
     parser.add_switch("--over-severity", severity)
     paper = "print our values next to a published table (table2, figure3, mnist, ...)"
     add("--paper", metavar="TABLE", help=paper)
-    row = "use this checkpoint for a row of the published table. May be repeated"
+    row = "show the scores of this checkpoint in a row of the published table. May be repeated"
     add("--as", action="append", dest="encoders", metavar="ROW=CHECKPOINT", help=row)
     best = (
         "how --pivot and --paper choose a block: on held-out images (holdout) or by the best score "
@@ -481,9 +500,9 @@ def _add_data(parser: _Parser) -> None:
     target = "name of a dataset (for verify and shrink: a folder)"
     add("target", nargs="?", metavar="NAME|DIR", help=target)
     add("--data-root", metavar="DIR", help="for download and check: folder of the dataset")
-    parser.add_switch("--subset", "for check: accept fewer images than published")
+    parser.add_switch("--subset", "for check: accept a dataset with fewer images than published")
     add("--manifest", metavar="FILE", help="for verify: list of files (default: DIR/SHA256SUMS)")
-    parser.add_switch("--update", "for verify: write the list again")
+    parser.add_switch("--update", "for verify: write a new list of the present files")
     side = "for shrink: shorter side of the copies in pixels (default: 256)"
     add("--side", type=int, default=256, metavar="N", help=side)
     add("--out", metavar="DIR", help="for shrink: folder for the copies")
@@ -541,6 +560,11 @@ def _add_short_forms(parser: _Parser, *, seed: str = "seed", batch: str = _BATCH
     """Add flags that are short forms of configuration keys, such as `--seed`.
 
     The flags have no defaults of their own, because the configuration defines the defaults.
+
+    Args:
+        parser: Parser of the command.
+        seed: The key that `--seed` sets.
+        batch: Help text of `--batch-size`.
     """
     add = parser.add_argument
     add("--limit", type=int, metavar="N", help=_LIMIT)
@@ -556,7 +580,9 @@ def _add_previews(parser: _Parser) -> None:
 def _add_filters(parser: _Parser) -> None:
     parser.add_argument("--task", default="all", help=_TASKS)
     for name in ("dataset", "metric", "facet", "protocol"):
-        parser.add_argument(f"--{name}", help=f"select {name}s, separated by commas")
+        parser.add_argument(
+            f"--{name}", help=f"only use scores of these {name}s, separated by commas"
+        )
 
 
 _COMMANDS = {

@@ -14,7 +14,7 @@ from ssl_bench.system.process import is_main_process
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Pretrain an encoder in a run folder.
+    """Pretrain an encoder, and save it in a run folder.
 
     With `--print-config` or `--dry-run`, only print the configuration or an outline of the run.
     """
@@ -54,9 +54,10 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _default_run(overrides: Sequence[str]) -> str:
-    """Return a path in `runs/` whose name states the experiment and the time.
+    """Return a new run folder such as "runs/vit_small_skip-adamw-20260131-120000".
 
-    Without an experiment, the name states the model and the optimizer instead.
+    Its name states the model, the optimizer and the time. If `overrides` (KEY=VALUE settings)
+    select an experiment, the name of the experiment replaces the model and the optimizer.
     """
     choices = {key: value for key, _, value in (o.partition("=") for o in overrides)}
     recipe = f"{choices.get('model', 'vit_small_skip')}-{choices.get('optimizer', 'adamw')}"

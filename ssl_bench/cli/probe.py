@@ -54,7 +54,8 @@ def _print_configs(request: ProbeRequest) -> None:
 def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
     """Check settings, datasets and encoders, then probe one encoder after the other.
 
-    If there are several encoders, all are checked before the first one is probed.
+    If there are several encoders, all are checked before the first one is probed. Return the
+    records (stored scores) of all encoders.
     """
     device = choose_device(request.device)
     require_layers(request.layers, request.checkpoints)
@@ -93,10 +94,10 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
 def _require_fitting_sizes(
     plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity
 ) -> None:
-    """Check that the user's image sizes are valid for the patch size of the encoder.
+    """Check that the encoder accepts the image sizes that the user set for the probes in `plan`.
 
-    Probes that cannot score the encoder for other reasons are accepted here. Their errors are
-    raised when they run.
+    For example, an image size may have to be a multiple of the patch size. If a probe cannot score
+    the encoder for another reason, no error is raised here, but when the probe runs.
 
     Raises:
         ConfigurationError: The encoder does not accept an image size that the user set.

@@ -89,7 +89,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def format_headlines(panels: Sequence[Panel]) -> str:
-    """Return a table of the main metric of each task, for every encoder at a few blocks."""
+    """Return a table of scores at `NUM_BLOCKS` blocks, from the first block to the last.
+
+    There is one row for each encoder and each panel (a group of comparable scores) in `panels`.
+    """
     depth = max(layer for panel in panels for layer in panel.layers)
     last = NUM_BLOCKS - 1
     layers = list(dict.fromkeys(round(depth * n / last) for n in range(NUM_BLOCKS)))

@@ -25,7 +25,7 @@ _MISMATCH = "does not match its record, or is a symbolic link"
 
 
 def print_tables(tables: Sequence[Table], style: str) -> None:
-    """Print tables in a format of `FORMATS`.
+    """Print tables to stdout. `style` is their format, one of `FORMATS`.
 
     Raises:
         ConfigurationError: Parquet, a binary format, would be printed to a terminal.
@@ -41,15 +41,14 @@ def print_tables(tables: Sequence[Table], style: str) -> None:
 
 
 def resolve_format(name: str | None) -> str:
-    """Check the name of an output format and return it.
-
-    Without a name, return the default format.
-    """
+    """Return the output format `name` after checking it, or the default format if it is None."""
     return default_format() if name is None else require_choice("format", name, FORMATS)
 
 
 def load_selected_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
-    """Read the records that the options `task`, `layer` and those in `FILTERS` select.
+    """Read the records (stored scores) that the user selected with flags such as `--task`.
+
+    The other flags are `--layer` and those for the fields in `FILTERS`.
 
     Raises:
         DataError: No record is selected.
@@ -67,9 +66,10 @@ def no_records_error(task: str, store: ResultStore) -> DataError:
 
 @contextmanager
 def open_store(out: str) -> Generator[ResultStore]:
-    """Yield a results folder. After the `with` block, print which of its files were ignored.
+    """Open the results folder `out` for a `with` block. At the end, print which files were ignored.
 
-    If the `with` block raises an error, its message also lists these files.
+    For example, damaged files are ignored. If the block raises an error about the configuration or
+    the data, the error message also lists these files.
     """
     store = ResultStore(Path(out))
     try:
@@ -91,10 +91,11 @@ def open_store(out: str) -> Generator[ResultStore]:
 def select_main_metrics(
     records: Sequence[Record], fields: Sequence[str], advice: str
 ) -> list[Record]:
-    """Return the records of the main metric of each group of records.
+    """Return the records of each group's main metric, and print which metrics are left out.
 
-    Records that agree in `fields` form a group. A message names the other metrics and ends with
-    `advice`, which says how to show all metrics.
+    A record is a stored score. The main metric represents its task in overviews. Records with equal
+    values of `fields` form a group. The printed message ends with `advice`, which says how to show
+    all metrics.
     """
     main = main_metrics(records, fields)
     selected = [r for r in records if main[tuple(getattr(r, name) for name in fields)] == r.metric]
@@ -108,7 +109,7 @@ def select_main_metrics(
 
 
 def select_tasks(task: str, records: Sequence[Record]) -> list[Record]:
-    """Return the records whose task is in `task`, a comma-separated list or "all"."""
+    """Return the records of the tasks in `task`, which is a comma-separated list or "all"."""
     tasks = parse_names("task", task, [*choices("probe"), SUPERVISED])
     return [record for record in records if record.task in tasks]
 
@@ -116,9 +117,10 @@ def select_tasks(task: str, records: Sequence[Record]) -> list[Record]:
 def filter_records(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> list[Record]:
-    """Return the records whose fields have the values that the user requested.
+    """Return the records (stored scores) that the user selected by the flags for `FILTERS`.
 
-    `FILTERS` contains the names of these fields.
+    For example, `--dataset` selects records by their dataset. Without these flags, all records are
+    returned.
     """
     for name in FILTERS:
         records = _filter_by(records, name, getattr(options, name), store)
@@ -149,7 +151,7 @@ def _filter_by(
 
 
 def _may_contain(store: ResultStore, path: Path, value: str) -> bool:
-    """Return whether the path or the content of an unreadable record contains a value."""
+    """Return whether the path or the content of an unreadable record file contains a value."""
     if path.parent.name == file_name(value) or f"-{value}-" in path.name:
         return True
     try:
@@ -159,9 +161,9 @@ def _may_contain(store: ResultStore, path: Path, value: str) -> bool:
 
 
 def requested_layers(layers: str) -> set[int] | None:
-    """Parse `--layer` and return a set of block indices, or None if all blocks are requested.
+    """Parse a value of `--layer`, such as "0,5,-1" or "all", and return a set of block indices.
 
-    Negative indices count from the last block.
+    Negative indices count from the last block. Return None if all blocks are requested.
     """
     if layers == "all":
         return None
@@ -193,6 +195,9 @@ def find_recorded_encoder(
     `name` may be the name of the encoder in tables, or the first digits of its id or of the SHA-256
     of its weights. It may also be a checkpoint file, a run folder, or any other address for
     `--checkpoint`.
+
+    Raises:
+        DataError: No encoder or more than one encoder in `records` matches.
     """
     encoders = {one.encoder_id: one for one in records}
     labels = model_names(encoders.values())

@@ -53,10 +53,13 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _load_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
-    """Read the records that the options select.
+    """Read the records (stored scores) that the user's flags select.
 
-    If `--runs` is given and the results folder is empty, return an empty list. Otherwise, it is an
-    error if there are no such records.
+    If the results folder is empty and `--runs` is given, return an empty list, because the report
+    then only shows training logs.
+
+    Raises:
+        DataError: No record is selected.
     """
     try:
         return load_selected_records(options, store)
@@ -69,11 +72,11 @@ def _load_records(options: argparse.Namespace, store: ResultStore) -> list[Recor
 def _read_logs(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> list[RunLog]:
-    """Read the training logs of the runs in `--runs`.
+    """Read the training logs of the run folders in `--runs`.
 
-    Without `--runs`, read the logs of all runs whose checkpoints have records. These runs are
-    searched in `runs/` and next to the results folder. If their logs cannot be read, a message says
-    so and an empty list is returned.
+    Without `--runs`, read the logs of all runs whose checkpoints have records (stored scores). Such
+    runs are looked for in `runs/` and next to the results folder. If their logs cannot be read,
+    print a message and return an empty list.
     """
     if options.run_folders:
         return read_run_logs(options.run_folders)

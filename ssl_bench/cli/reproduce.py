@@ -48,7 +48,7 @@ TRAINING_GB = {
 }
 """Download size of each training dataset in gigabytes.
 
-The sizes are those of the archives of ILSVRC 2012 (training and validation images),
+They are the sizes of the archives of ILSVRC 2012 (training and validation images),
 tiny-imagenet-200.zip, cifar-10-python.tar.gz, cifar-100-python.tar.gz, SVHN (train_32x32.mat and
 test_32x32.mat) and MNIST (four files). The strings of the copying task are generated, so nothing is
 downloaded for this task."""
@@ -62,6 +62,7 @@ class PlanOptions:
 
     Attributes:
         runs: Folder that contains the run folders.
+        out: Results folder.
         roots: Folders of the datasets, by name of the dataset.
         overrides: KEY=VALUE settings. Keys that begin with "probe." or "dataset." apply to probes,
             and all other keys apply to training runs.
@@ -85,7 +86,7 @@ class PlanOptions:
 
     @property
     def run_values(self) -> dict[str, str]:
-        """Return the values of the user's settings for training runs, by config key."""
+        """Return the user's settings for training runs as a dictionary from config key to value."""
         return dict(word.split("=", 1) for word in self.run_overrides)
 
     @property
@@ -96,7 +97,10 @@ class PlanOptions:
         return str(self.runs / address) if is_run(address) else address
 
     def list_location_flags(self, images: str) -> list[str]:
-        """Return the command-line flags for the folder of a dataset and for the device."""
+        """Return the flags `--data-root` and `--device` for a command that reads the images.
+
+        Flags that the user did not set are left out. `images` is the name of a dataset.
+        """
         root = ["--data-root", self.roots[images]] if images in self.roots else []
         return [*root, *(["--device", self.device] if self.device else [])]
 
@@ -108,6 +112,7 @@ class Step:
     The command skips work that is already finished.
 
     Attributes:
+        title: Short description for messages, such as "pretrain skipless".
         trained_run: Name of the run that the command trains. None if the command is a probe.
         needed_run: Name of the run that must be finished before this step, or None.
         words: Arguments of `ssl-bench`.
@@ -130,13 +135,15 @@ class Plan:
     """The steps that reproduce a published table.
 
     Attributes:
-        runs: Runs to train, in order.
+        table: The published table.
+        options: The user's options, such as the requested rows.
+        runs: Training runs, in order.
         steps: All commands, in order.
         checkpoints: URI of each row's encoder, by row name.
         images: Names of all required datasets, with training datasets first.
         unreachable_rows: Rows that need an epoch after the end of the run, because the user
             shortened the run.
-        rows_without_run: Rows for which no run is defined.
+        rows_without_run: Rows for which no training run is defined.
     """
 
     table: PublishedTable
@@ -246,7 +253,7 @@ def _parse_gpus(options: argparse.Namespace) -> int | None:
 
 
 def _parse_roots(text: str | None) -> dict[str, str]:
-    """Parse NAME=DIR,NAME=DIR and return the folder of each dataset."""
+    """Parse text such as "voc2012=/data/voc,ade20k=/data/ade", and return each dataset's folder."""
     if text is None:
         return {}
     known = sorted({*choices("dataset"), *(run.images for run in experiments().values())})
@@ -264,7 +271,11 @@ def _parse_roots(text: str | None) -> dict[str, str]:
 
 
 def find_tables(name: str) -> list[PublishedTable]:
-    """Return the table with a name such as "cutting_the_skip/table2", or all tables of a paper."""
+    """Return the published tables that `name` identifies.
+
+    If `name` is the name of a table, such as "cutting_the_skip/table2", this is one table. If
+    `name` is the name of a paper, these are all of its tables.
+    """
     known = {full_name(table): table for table in load_published_tables()}
     tables = [table for full, table in known.items() if name in (full, table.name, table.paper)]
     if tables:
@@ -279,9 +290,9 @@ def full_name(table: PublishedTable) -> str:
 
 
 def is_run(address: str) -> bool:
-    """Return whether the encoder of a table row comes from a training run.
+    """Return whether `address` names a training run, such as "NAME" or "NAME@EPOCH".
 
-    Otherwise, its address names published weights, such as "timm:NAME".
+    All other addresses of encoders in a table name published weights, such as "timm:NAME".
     """
     return ":" not in address
 
@@ -293,9 +304,9 @@ def split_address(address: str) -> tuple[str, int | None]:
 
 
 def list_runs(table: PublishedTable) -> list[Experiment]:
-    """Return the training runs that a published table needs.
+    """Return the training runs that reproduce a published table, in an order in which they can run.
 
-    If a run starts from the weights of another run, that run comes first.
+    If run A starts from the weights of run B, then B comes before A.
     """
     known, runs = experiments(), dict[str, Experiment]()
     for address in filter(is_run, table.runs.values()):
@@ -326,7 +337,7 @@ def format_listing(tables: Sequence[PublishedTable]) -> str:
 def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
     """Return the commands that reproduce a published table.
 
-    This reads no run folder and no record, so finished work is also part of the plan.
+    No run folder and no stored score is read, so the plan also contains commands that are finished.
     """
     requested = [require_choice("row", row, table.rows) for row in options.rows] or table.rows
     known = list(dict.fromkeys(column.dataset for column in table.columns))
@@ -373,10 +384,10 @@ def _max_epochs(options: PlanOptions) -> int | None:
 
 
 def _can_reach(options: PlanOptions, epoch: int | None) -> bool:
-    """Return whether a training run is long enough to reach an epoch.
+    """Return whether a training run with the user's settings is long enough to reach an epoch.
 
-    The user may have shortened the run. If `train.max_steps` is set, the run is assumed to be too
-    short. An epoch of None means the end of the run, which is always reached.
+    If `train.max_steps` is set, the run is assumed to be too short. The epoch None stands for the
+    end of the run, which is always reached.
     """
     if epoch is None:
         return True
@@ -419,9 +430,9 @@ def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
     """Return overrides for schedule lengths that do not fit in a run that the user shortened.
 
     For example, a warm-up of 10.0 epochs does not fit if the user sets `train.epochs=5`. The
-    override sets it to null, so that it becomes a fraction of the run. Recipes write schedule
-    lengths as decimal numbers (`10.0`). Integers (`5`) are intervals between measurements, and are
-    not changed.
+    override `KEY=null` then makes it a fraction of the run. Recipes write schedule lengths as
+    decimal numbers (`10.0`). Integers (`5`) are intervals between measurements, and are not
+    changed.
     """
     recipe = read_file(config_folder() / "experiment" / f"{run.recipe}.yaml")
     values = {**flatten_config(recipe), **run.changes}
@@ -438,7 +449,15 @@ def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
 def _probe_steps(
     address: str, columns: Sequence[PublishedColumn], options: PlanOptions
 ) -> Iterator[Step]:
-    """Yield one step for each probe command of an encoder. One command may fill several columns."""
+    """Yield the probe commands that measure the given columns of a table for one encoder.
+
+    Columns that need the same settings share a command.
+
+    Args:
+        address: Address of the encoder, such as "NAME@EPOCH" or "timm:NAME" (see `is_run`).
+        columns: Columns of the published table that probes can measure.
+        options: The user's options.
+    """
     groups: dict[tuple[str, ...], list[PublishedColumn]] = {}
     for column in columns:
         key = (column.task, *_dataset_words(column), *_probe_words(column, options))
@@ -471,15 +490,16 @@ def _probe_words(column: PublishedColumn, options: PlanOptions) -> list[str]:
 
 
 def _quote(path: Path) -> str:
-    """Return a path as the value of a KEY=VALUE setting, quoted if necessary."""
+    """Return a path as the value of a KEY=VALUE setting, in quotes if they are necessary."""
     text = str(path)
     return text if _UNQUOTED_PATH.fullmatch(text) else "'" + text.replace("'", "\\'") + "'"
 
 
 def shell_commands(plan: Plan) -> Iterator[str]:
-    """Yield the lines of a shell script that runs a plan.
+    """Yield the lines of a shell script that runs the commands of a plan.
 
-    Training runs use all GPUs. Each probe uses one GPU, and successive probes take turns.
+    If the user set `--gpus`, training runs use all GPUs. Each probe uses one GPU, and successive
+    probes use different GPUs in turn.
     """
     gpus, probes = plan.options.gpus, itertools.count()
     for step in plan.steps:
@@ -492,7 +512,7 @@ def shell_commands(plan: Plan) -> Iterator[str]:
 
 
 def format_plan(plan: Plan) -> str:
-    """Describe a plan as text, including the runs and records that already exist."""
+    """Describe the plan for a table as text. Also state which runs and records already exist."""
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
     states = {run.name: read_run_state(plan.options.runs / run.name) for run in plan.runs}
     if states:
@@ -506,7 +526,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def _load_records(out: Path) -> list[Record]:
-    """Return the records in a results folder, or an empty list if there are none."""
+    """Return the records (stored scores) in a results folder, or an empty list without any."""
     store = ResultStore(out)
     try:
         records = store.records()
@@ -518,7 +538,11 @@ def _load_records(out: Path) -> list[Record]:
 
 
 def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
-    """Return a row for the list of probes: title, checkpoint and number of existing records."""
+    """Return a row for the list of probes: title, checkpoint and number of existing records.
+
+    A record is a stored score. Only records of this checkpoint that fill a column of the table
+    count.
+    """
     # Recognise the records of an encoder by the digest in the .sha256 file next to its weights.
     address = Path(step.words[step.words.index("--checkpoint") + 1])
     name, epoch = split_address(address.name)
@@ -553,7 +577,7 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
         if rows:
             yield f"rows skipped, because {reason}: {', '.join(map(repr, rows))}"
     if unmeasured := [column.name for column in plan.table.columns if not column.task]:
-        yield f"columns without a probe: {', '.join(unmeasured)}"
+        yield f"columns that no probe measures: {', '.join(unmeasured)}"
     if plan.table.doubts:
         yield f"doubtful values: {plan.table.doubts}"
     for command_line in _curve_commands(plan):
@@ -563,10 +587,10 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
 
 
 def _curve_commands(plan: Plan) -> Iterator[str]:
-    """Yield the commands that draw curves, for tables with the values of a published figure.
+    """Yield the commands that draw the curves of a published figure, if the table has its values.
 
-    The curves show training losses, or scores at more than two epochs of a run. For all other
-    tables, there is no command.
+    This is the case if the table contains training losses, or scores at more than two epochs of a
+    run. For all other tables, no command is yielded.
     """
     if any(column.metric.endswith("loss_100") for column in plan.table.columns):
         places = [plan.options.runs / run.name for run in plan.runs]
@@ -587,7 +611,7 @@ def _curve_commands(plan: Plan) -> Iterator[str]:
 
 
 def _format_sizes(images: Sequence[str]) -> str:
-    """Return text that states the download size of each dataset and the total in GB.
+    """Return text with the download size of each dataset in `images` and the total size, in GB.
 
     Unknown sizes are shown as "?".
     """
@@ -605,10 +629,11 @@ def run_steps(
 ) -> Iterator[tuple[Step, Outcome]]:
     """Run the steps of a plan one after the other, and yield each step with its outcome.
 
-    If a run fails, the steps that need this run are skipped. All other steps are still run.
+    If a training run fails, the steps that need this run are skipped. All other steps are still
+    run.
 
     Args:
-        plan: The plan.
+        plan: The plan for a published table.
         execute: Function that runs `ssl-bench` with the given arguments and returns its exit code.
         debug: Whether to raise the first error instead of reporting it.
     """
@@ -635,7 +660,10 @@ def run_steps(
 
 
 def fill_table(plan: Plan) -> PaperTable:
-    """Return a published table together with our own values from records and training logs."""
+    """Return the published table of a plan, with our values next to the published ones.
+
+    Our values come from records (stored scores) and from training logs.
+    """
     # Import it only here, because making a plan does not need torch.
     from ssl_bench.models import identify_encoder
 

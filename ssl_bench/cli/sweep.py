@@ -76,7 +76,7 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
 
 
 def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
-    """Run jobs, and return their durations and exit codes in the order of `jobs`."""
+    """Run jobs, and return the outcome (duration and exit code) of each job in their order."""
     device = choose_device(options.device)
     store = ResultStore.create(Path(options.out))
     if options.jobs > 1:

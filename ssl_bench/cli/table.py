@@ -77,7 +77,11 @@ def _draw_figure(tables: Sequence[Pivot], options: argparse.Namespace) -> None:
 
 
 def _is_overview(options: argparse.Namespace) -> bool:
-    """Return whether to print only the main tables, because no option selects other tables."""
+    """Return whether to print only the tables of each task's main metric.
+
+    This is the case if the user has not chosen a task, dataset, metric, facet, protocol, format, or
+    another kind of table, such as `--pivot`.
+    """
     kinds = (options.pivot, options.over_epochs, options.over_severity, options.paper)
     has_filter = any(getattr(options, name) is not None for name in (*FILTERS, "format"))
     return options.task == "all" and not has_filter and not any(kinds)
@@ -129,7 +133,7 @@ def _make_tables(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> Sequence[Pivot]:
     if options.pivot:
-        # Formats for programs contain the columns of all metrics.
+        # Formats for programs, such as CSV, contain the columns of all metrics.
         is_for_reading = options.format not in PROGRAM_FORMATS
         if options.metric is None and is_for_reading and len({r.task for r in records}) > 1:
             advice = "--task to show all metrics of one task"

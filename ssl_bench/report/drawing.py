@@ -38,6 +38,7 @@ class Point(NamedTuple):
         low: Lower end of the band around the line at this x, usually of the 95 % interval. None
             without a band.
         high: Upper end of the band at this x. None without a band.
+        tooltip: Text that is shown when the mouse pointer is on the point.
         is_degenerate: Whether more than half of the images have an arbitrary result. If so, the
             point is drawn as a cross.
     """
@@ -60,8 +61,8 @@ class Curve:
         number: Number of the checkpoint, block or run. The page uses it to hide the curve.
         points: Scores, sorted by x.
         label: Text at the right end of the line, or "".
-        has_marks: Whether every point is drawn as a dot. If not, only points between two gaps are
-            drawn as dots, because a line of one point is invisible.
+        has_marks: Whether every point is drawn as a dot. Otherwise, only single points between two
+            gaps are drawn as dots, because a line through one point is invisible.
     """
 
     name: str
@@ -80,7 +81,14 @@ class Tick(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A point of a curve in SVG coordinates."""
+    """A point of a curve in SVG coordinates, which is drawn as a dot or a cross.
+
+    Attributes:
+        tooltip: Text that is shown when the mouse pointer is on the point.
+        is_degenerate: Whether more than half of the images have an arbitrary result. If so, the
+            point is drawn as a cross.
+        is_infinite: Whether the score is infinite, so that the point is at the upper edge.
+    """
 
     x: float
     y: float
@@ -286,7 +294,7 @@ def choose_ticks(low: float, high: float, max_count: int = 6) -> tuple[float, ..
 
 
 def choose_log_ticks(low: float, high: float, max_count: int = 6) -> tuple[float, ...]:
-    """Return at most `max_count` ticks of a logarithmic axis that covers a range.
+    """Return at most `max_count` ticks of a logarithmic axis that covers the range `low` to `high`.
 
     The ticks are powers of ten, and the ratio between neighbouring ticks is constant.
     """
@@ -298,10 +306,15 @@ def choose_log_ticks(low: float, high: float, max_count: int = 6) -> tuple[float
 def spread_labels(
     heights: Sequence[float], gap: float, low: float, high: float
 ) -> tuple[float, ...]:
-    """Return new y coordinates of labels, which are at least `gap` apart.
+    """Move labels apart so that they do not overlap, and return their y coordinates.
 
-    `heights` contains their present y coordinates. The labels keep their order and stay between
-    `low` and `high`. If there is no room for all of them, some overlap at `low`.
+    If there is no room for all labels, some of them overlap at `low`.
+
+    Args:
+        heights: The y coordinates of the labels before the move. Labels keep their order.
+        gap: Smallest distance between two labels.
+        low: Smallest y coordinate.
+        high: Largest y coordinate.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     moved = list(heights)
@@ -327,7 +340,7 @@ def _format_tick(value: float) -> str:
 
 
 def _omit_crowded(ticks: Sequence[Tick]) -> list[Tick]:
-    """Return the ticks whose label does not overlap that of the last tick that was kept."""
+    """Leave out each tick whose label would overlap the label of the tick before it."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
         if tick.position - kept[-1].position >= _LETTER_WIDTH * len(tick.label) + 4:

@@ -25,7 +25,7 @@ from ssl_bench.tables.tasks import task_texts
 _MAX_COLUMNS = 3
 # Largest number of tables per task and split that are shown without unfolding.
 _MAX_OPEN_TABLES = 3
-# Facts about a checkpoint that are only shown on its page.
+# Properties of a checkpoint that are only shown on the checkpoint's own page.
 _NOT_IN_LEADERBOARD = ("modules sha256", "position margin")
 
 
@@ -66,7 +66,8 @@ def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 def list_best(panel: Panel) -> set[Checkpoint]:
     """Return the checkpoint with the highest score at its best block, or several if they tie.
 
-    The set is empty if fewer than two checkpoints have a best block (see `Entry.is_rankable`).
+    `panel` contains the comparable scores of all checkpoints. The set is empty if fewer than two
+    checkpoints have a best block (see `Entry.is_rankable`).
     """
     highest = max((line.best_value for line in panel.ranked_lines), default=None)
     lines = panel.ranked_lines if len(panel.ranked_lines) > 1 else ()
@@ -76,12 +77,13 @@ def list_best(panel: Panel) -> set[Checkpoint]:
 def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
     """Return the checkpoints whose score is lower than the highest one, but not significantly.
 
-    Each checkpoint is scored at its best block. There are two tests:
+    `panel` contains the comparable scores of all checkpoints. Each checkpoint is scored at its best
+    block. There are two tests:
 
     - Paired: a difference is significant if its 95 % interval excludes 0. This test is used if both
       checkpoints have per-image scores for the same images and seed.
-    - Otherwise, a difference is significant if the 95 % intervals of the two scores do not overlap,
-      or if one of these intervals is unknown.
+    - Otherwise, a difference is significant if the 95 % intervals of the two scores do not overlap.
+      If one of these intervals is unknown, the difference also counts as significant.
     """
     entries = {line.checkpoint: best for line in panel.lines if (best := line.best_entry)}
     best = list_best(panel)
@@ -107,17 +109,19 @@ def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
 def list_winners(panel: Panel) -> set[Checkpoint]:
     """Return the checkpoints with the highest score, if it is significantly above all baselines.
 
-    The baselines are image-independent, such as predicting the most frequent class.
+    `panel` contains the comparable scores of all checkpoints. The baselines are image-independent,
+    such as predicting the most frequent class.
     """
     entries = {one: panel.find_headline_entry(one) for one in list_best(panel)}
     return {one for one, entry in entries.items() if entry and not panel.describe_unbeaten(entry)}
 
 
 def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
-    """Return sentences on the encoders that are best most often, and on baselines.
+    """Return sentences that name the encoders that are best most often, and the unbeaten baselines.
 
-    The baselines are image-independent, such as predicting the most frequent class. A sentence
-    names the tasks in which no encoder is significantly above its baseline.
+    A baseline is image-independent, such as predicting the most frequent class. It is unbeaten if
+    no encoder scores significantly higher. Each of `panels` is a group of comparable scores: one
+    metric on the same images with the same settings.
     """
     compared = [panel for panel in panels if list_best(panel)]
     won: dict[Checkpoint, list[str]] = defaultdict(list)
@@ -164,7 +168,7 @@ BlockTable = Sequence[tuple[Panel, Line]]
 
 
 class BlockGroup(NamedTuple):
-    """Scores of one checkpoint for one task on one split of a dataset.
+    """Scores of one checkpoint for one task on one split of a dataset, as tables.
 
     Attributes:
         split_name: Dataset and split, such as "voc2012 val".
@@ -205,10 +209,15 @@ def summarize_checkpoints(
 ) -> dict[Checkpoint, list[str]]:
     """Return texts that summarise each checkpoint, one per task, split and protocol.
 
-    A protocol is a preset of a probe's settings. Checkpoints without scores are left out. Each text
-    compares the best block with the other blocks, by paired differences on the same images. With
-    more than `MAX_PAIRED` checkpoints, this would take too long. The 95 % intervals of the scores
-    are then compared instead.
+    A protocol is a preset of a probe's settings. Each text compares the best block of the
+    checkpoint with its other blocks, by paired differences on the same images. With more than
+    `MAX_PAIRED` checkpoints, this would take too long, so the 95 % intervals of the scores are
+    compared instead. Checkpoints without scores are left out.
+
+    Args:
+        store: Results folder with the per-image scores.
+        panels: Groups of comparable scores.
+        checkpoints: The checkpoints to summarise.
     """
     chosen = _select_summarized_panels(panels)
     protocols = defaultdict[tuple[str, str], set[str]](set)
@@ -237,11 +246,11 @@ def summarize_checkpoints(
 
 
 def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels that `summarize_checkpoints` describes.
+    """Return the panels (groups of comparable scores) that `summarize_checkpoints` describes.
 
-    A panel is a group of comparable scores. `select_headline_panels` chooses them among all panels,
-    and once more among the panels of each protocol (preset of a probe's settings). Panels of the
-    same task and split follow each other.
+    These are the panels that `select_headline_panels` chooses, and those that it chooses among the
+    panels of each protocol (preset of a probe's settings) alone. Panels of the same task and split
+    follow each other.
     """
     chosen = {panel.number: panel for panel in select_headline_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):
@@ -256,10 +265,16 @@ def find_lower_blocks(
 ) -> set[int] | None:
     """Return the blocks that score significantly lower than the best block, or None if unknown.
 
-    If `is_paired` and per-image scores are stored, scores are compared image by image. A block is
-    then significantly lower if the 95 % interval of the difference excludes 0. Otherwise, the 95 %
-    interval of its score must lie below that of the best block. Degenerate blocks, where too many
-    images have an arbitrary result, are never returned.
+    If `is_paired` is true and per-image scores are stored, two blocks are compared image by image.
+    The score of a block is then significantly lower if the 95 % interval of the difference excludes
+    0. Otherwise, the 95 % interval of its score must lie below the interval of the best block.
+    Degenerate blocks, where too many images have an arbitrary result, are never returned.
+
+    Args:
+        store: Results folder with the per-image scores.
+        panel: The group of comparable scores.
+        line: The scores of one checkpoint in this group.
+        is_paired: Whether to compare blocks image by image.
     """
     best = line.best_entry
     if best is None:
@@ -342,7 +357,10 @@ def _be(number: int) -> str:
 
 
 def list_unreadable_images(panels: Sequence[Panel]) -> list[str]:
-    """Return one sentence for each dataset with images that cannot be read."""
+    """Return a sentence for each dataset with unreadable images, which names some of these images.
+
+    Each of `panels` is a group of comparable scores on one dataset.
+    """
     sentences = []
     for panel in panels:
         left_out = panel.record.details.get("left_out", {}).values()

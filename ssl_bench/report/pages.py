@@ -102,9 +102,9 @@ class Report:
 
 
 def list_clean_panels(panels: Sequence[Panel]) -> Sequence[Panel]:
-    """Return the panels with scores on uncorrupted images. If there are none, return all panels.
+    """Return the panels (groups of comparable scores) with scores on uncorrupted images.
 
-    A panel is a group of comparable scores.
+    If there are no such panels, return all panels.
     """
     return [panel for panel in panels if not panel.is_corrupted] or panels
 
@@ -288,10 +288,10 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
 
 
 def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group the panels of one task by split, and unfold those of the task's main metric.
+    """Group the panels of one task by split, and unfold the panels of the task's main metric.
 
     A panel is a group of comparable scores that is drawn as a chart. If a split has at most
-    `_MAX_UNFOLDED` panels, all of them are unfolded.
+    `_MAX_UNFOLDED` panels, all of them are unfolded. `views` contains the results of `_draw_panel`.
     """
     groups = []
     for split_name, panels in group_by_split([view["panel"] for view in views]).items():
@@ -308,9 +308,10 @@ def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _list_filters(panels: Sequence[Panel]) -> list[tuple[str, list[str]]]:
-    """Return the fields by which readers can filter panels, each with the values to choose from.
+    """Return the fields by which readers of a page can filter its panels, and the fields' values.
 
-    A panel is a group of comparable scores.
+    A panel is a group of comparable scores. An example of a field and its values is ("task",
+    ["knn", "tokencut"]).
     """
     return [(name, sorted({getattr(panel, name) for panel in panels})) for name in PANEL_FIELDS]
 
@@ -347,12 +348,13 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
 
 
 def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, Any]]:
-    """Return tables with the IoU of each class (rows) at each block (columns).
+    """Return tables with the IoU of each class (rows) at each block (columns) for one checkpoint.
 
     There is one table for each task, split, facet (kind of feature), protocol (preset of settings)
-    and combination of other settings. If `lines` contains several mean IoU metrics, such as
-    `miou_holdout` and `miou_oracle`, the table belongs to the first one. Classes without an IoU at
-    any block have no row, but are counted.
+    and combination of other settings. If there are several mean IoU metrics, such as `miou_holdout`
+    and `miou_oracle`, the table belongs to the first one. Classes without an IoU at any block have
+    no row, but are counted. `lines` contains pairs of a panel (group of comparable scores) and the
+    scores of the checkpoint in this panel.
     """
     tables: dict[tuple[str, ...], dict[str, Any]] = {}
     for panel, line in lines:
@@ -378,10 +380,13 @@ def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, A
 
 
 def _list_settings(store: ResultStore, records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the different settings with which the records (stored scores) were computed.
+    """Return the distinct settings with which the records (stored scores) were computed.
 
-    Each element also contains a title, a note on how the scores were computed, the fingerprint
-    (digest) of the scored images, the wall-clock time, and the number of images per second.
+    Returns:
+        Dictionaries with the keys "title" (task, dataset and protocol), "footnote" (how the scores
+        were computed), "fingerprint" (digest of the scored images), "settings" (names and values),
+        "num_images" (scored and training images), "time", "rate" (images per second) and "device".
+        If the number of images is unknown, it and the rate are None.
     """
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:

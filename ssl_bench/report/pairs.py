@@ -39,10 +39,12 @@ class Pair(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One side of a comparison: the per-image scores of a checkpoint in one panel.
+    """One side of a comparison: the per-image scores of one checkpoint for one metric.
 
-    A panel is a group of comparable scores. `records` contains the record (a stored score) of each
-    block.
+    Attributes:
+        curve: The per-image scores at each block.
+        records: The record (stored score) of each block, by block index.
+        seed: Random seed of the scores.
     """
 
     checkpoint: Checkpoint
@@ -60,7 +62,12 @@ class Side(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Difference between two scores, with the records from which each score was computed."""
+    """Difference between two scores.
+
+    Attributes:
+        first: The records (stored scores) from which the first score was computed.
+        second: The records from which the second score was computed.
+    """
 
     difference: Difference
     first: Sequence[Record]
@@ -94,9 +101,10 @@ class PanelComparison(NamedTuple):
 def choose_pairs(
     checkpoints: Sequence[Checkpoint], id_pairs: Iterable[tuple[str, str]]
 ) -> list[Pair]:
-    """Return the requested pairs of checkpoints.
+    """Return the requested pairs of checkpoints, or all pairs if none are requested.
 
-    If none are requested and there are at most `MAX_PAIRED` checkpoints, return all pairs.
+    With more than `MAX_PAIRED` checkpoints, only requested pairs are returned. `id_pairs` contains
+    the requested pairs of encoder ids.
 
     Raises:
         ConfigurationError: A pair contains the same checkpoint twice.
@@ -114,10 +122,10 @@ def choose_pairs(
 
 
 def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | None:
-    """Load a checkpoint's per-image scores at each block, for the lowest seed.
+    """Load the per-image scores of a checkpoint at each block, for its lowest seed.
 
-    `panel` is a group of comparable scores. Return None if no per-image scores are stored, or if
-    their arrays have different shapes at different blocks.
+    `panel` is a group of comparable scores, to which these scores belong. Return None if no
+    per-image scores are stored, or if their arrays have different shapes at different blocks.
     """
     line = panel.find_line(checkpoint)
     records = [record for entry in line.entries for record in entry.records] if line else []
@@ -138,7 +146,13 @@ def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side 
 
 
 def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
-    """Return the image names of a dataset, or "image 3 of 40" and so on if they are unknown."""
+    """Return the names of the scored images, or "image 3 of 40" and so on if they are unknown.
+
+    Args:
+        store: Results folder.
+        record: A stored score of these images.
+        number: Number of images.
+    """
     names = store.image_ids(record.dataset_fingerprint)
     if names is not None and len(names) == number:
         return list(names)
@@ -196,7 +210,7 @@ def _count_correct(first: PerImage, second: PerImage) -> list[int] | None:
     scores are not one integer per image: 1 if the image is correct, 0 if it is wrong.
     """
     # If there is one integer per image, it says whether the image is correct. Other per-image
-    # values are percentages, counts or the results of several draws.
+    # values are percentages, counts or the results of several random draws.
     if first.ndim != 1 or "f" in (first.dtype.kind, second.dtype.kind):
         return None
     one, other = first.astype(bool), second.astype(bool)
@@ -207,10 +221,18 @@ def _count_correct(first: PerImage, second: PerImage) -> list[int] | None:
 def _list_images(
     metric: str, names: Sequence[str], sides: tuple[PerImage, PerImage]
 ) -> list[tuple[str, float, float, float]]:
-    """Return the images with the largest differences in IoU (see `PanelComparison.images`).
+    """Return the images on which the mean IoU of two checkpoints differs most.
 
     Images on which the first checkpoint is better come first. The list is empty unless the metric
     is mean IoU.
+
+    Args:
+        metric: Name of the metric.
+        names: Names of the images.
+        sides: Per-image scores of the first and of the second checkpoint.
+
+    Returns:
+        For each image, its name, the IoU of both checkpoints in percent, and the difference.
     """
     if not metric.startswith("miou") or sides[0].ndim != 3:
         return []
@@ -231,7 +253,8 @@ def compare_pairs(
 ) -> dict[Pair, list[PanelComparison]]:
     """Compare the two checkpoints of each pair in every panel (a group of comparable scores).
 
-    The per-image scores of a checkpoint are loaded only once per panel.
+    The comparisons are returned by pair. The per-image scores of a checkpoint are loaded only once
+    per panel.
     """
     members = {checkpoint for pair in pairs for checkpoint in pair}
     compared: dict[Pair, list[PanelComparison]] = defaultdict(list)

@@ -52,16 +52,20 @@ class Checkpoint:
 
     Attributes:
         number: Index in the list of checkpoints, which is sorted by name.
+        encoder_id: Digest of the weights, the architecture and the input normalisation.
+        sha256: SHA-256 of the weights.
         name: Name of the checkpoint, which is unique in the report.
         distinction: Properties that distinguish the checkpoint from others with the same model
             name, such as "image size 224".
         label: Short name for the right end of a curve. The middle of a long name is left out.
         model: Model name as in records. Several checkpoints may have the same model name.
+        facts: Names and values of the encoder's properties, such as ("depth", "12").
         is_skipless: Whether the architecture or the name says that the encoder has no skip
             connections.
         style: CSS classes for colour and dashes.
-        picture_folders: First parts of the names of its picture folders. The rest of a name is "-"
-            and eight digits that identify a set of images.
+        page: File name of the checkpoint's HTML page.
+        picture_folders: First parts of the names of its picture folders. The rest of such a name is
+            "-" and eight digits that identify a set of images.
     """
 
     number: int
@@ -80,7 +84,7 @@ class Checkpoint:
 
 
 def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
-    """Return the checkpoints that occur in the records, sorted by name."""
+    """Return the checkpoints that occur in the records (stored scores), sorted by name."""
     folders: dict[str, set[str]] = defaultdict(set)
     for encoder, model in {(record.encoder_id, record.model) for record in records}:
         folders[encoder].add(encoder_folder(model, encoder))
@@ -115,7 +119,7 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
 def mute_checkpoints(
     checkpoints: Sequence[Checkpoint], coloured: Sequence[Checkpoint]
 ) -> tuple[Checkpoint, ...]:
-    """Return copies of the checkpoints, in grey if they are not in `coloured`."""
+    """Return copies of the checkpoints, which are drawn in grey unless they are in `coloured`."""
     styles = choose_styles({one.name: one.is_skipless for one in coloured})
 
     def style(checkpoint: Checkpoint) -> str:
@@ -127,7 +131,14 @@ def mute_checkpoints(
 
 
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
-    """Return the properties that distinguish an encoder from others with the same model name."""
+    """Return the properties that distinguish an encoder from others with the same model name.
+
+    The text is, for example, "depth 12, image size 224".
+
+    Args:
+        record: A stored score of the encoder.
+        namesakes: A stored score of each encoder with this model name.
+    """
 
     def list_facts(other: Record) -> dict[str, str]:
         inputs = {"mean": list(other.mean), "std": list(other.std)}
@@ -162,7 +173,8 @@ def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
 def _describe_skips(architecture: Mapping[str, Any]) -> str:
     """Return which parts of a block have skip connections: "attention", "mlp", "yes" or "no".
 
-    "yes" stands for all parts, and "no" for none.
+    "yes" stands for all parts, and "no" for none. `architecture` contains the configuration of the
+    encoder.
     """
     missing = {name for name in SKIPS if architecture.get(name) is False}
     if missing in ({"skip_attention"}, {"skip_mlp"}):
@@ -172,14 +184,18 @@ def _describe_skips(architecture: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Scores of one checkpoint, averaged over seeds and ordered by block."""
+    """Scores of one checkpoint for one metric, averaged over seeds and ordered by block.
+
+    Attributes:
+        entries: The score of each block.
+    """
 
     checkpoint: Checkpoint
     entries: tuple[Entry, ...]
 
     @cached_property
     def best_entry(self) -> Entry | None:
-        """The highest score with its block, or None if no block can be the best.
+        """The entry (score at a block) with the highest score, or None if no block can be best.
 
         `Entry.is_rankable` states which blocks can be the best.
         """
@@ -228,11 +244,16 @@ class Line:
 class Panel:
     """Comparable scores of checkpoints: one metric on the same images with the same settings.
 
+    A panel is drawn as one chart.
+
     Attributes:
         number: Index in the list of panels. Links to the panel contain this number.
         unit: "%", or "" for plain numbers.
+        facet: Kind of feature, such as "token".
+        protocol: Name of a preset of the probe's settings.
         settings_text: Settings that distinguish the panel from others with the same metric and
-            protocol (preset), such as ", lr=0.1", or "".
+            protocol, such as ", lr=0.1", or "".
+        lines: The scores of each checkpoint.
         footnote: Notes about the scores, such as the number of images, the seeds and the software
             versions.
     """
@@ -333,7 +354,7 @@ class Panel:
 
     @property
     def newest(self) -> str:
-        """Creation date of the newest record."""
+        """Creation date of the newest record (stored score)."""
         return max(record.created for record in self.records)
 
     def describe_unbeaten(self, entry: Entry) -> str:
@@ -347,7 +368,7 @@ class Panel:
         return f"not significantly above {' and '.join(names)}" if names else ""
 
     def find_headline_entry(self, checkpoint: Checkpoint) -> Entry | None:
-        """Return the score that represents a checkpoint, or None if it has no score here.
+        """Return the score that represents a checkpoint in overviews, or None if it has no score.
 
         This is the score of its best block. If no block can be the best, it is the score of the
         last block.
@@ -366,9 +387,10 @@ class Panel:
 def group_into_panels(
     records: Sequence[Record], checkpoints: Sequence[Checkpoint]
 ) -> tuple[Panel, ...]:
-    """Return one panel for each group of records (stored scores) that can be compared.
+    """Return one panel for each group of comparable records (stored scores).
 
-    `comparable_groups` forms these groups.
+    Records can be compared if they have the same metric, images and settings (see
+    `comparable_groups`).
     """
     groups = comparable_groups(records)
     firsts = [group[0] for group in groups]
@@ -403,13 +425,19 @@ def group_into_panels(
 
 
 def make_point(entry: Entry, x: int | float, name: str) -> Point:
-    """Return the chart point of a score at the position `x`. Its tooltip begins with `name`."""
+    """Return a point of a chart for the score `entry` at the horizontal position `x`.
+
+    The tooltip of the point begins with `name`.
+    """
     tooltip = f"{name}: {entry.text()}"
     return Point(x, entry.value, entry.low, entry.high, tooltip, entry.is_degenerate)
 
 
 def explain_missing_values(entries: Iterable[Entry]) -> str:
-    """Return a note on why scores are missing, such as "–: no class has two images"."""
+    """Return a note on why scores are missing, such as "–: no class has two images".
+
+    The note is "" if no reason is recorded.
+    """
     reasons = dict.fromkeys(entry.reason for entry in entries if entry.reason)
     return f"{NO_VALUE}: {'; '.join(reasons)}" if reasons else ""
 
@@ -423,7 +451,7 @@ def name_blocks(layers: Sequence[int]) -> str:
 
 
 def choose_headline_metric(panels: Sequence[Panel]) -> str:
-    """Return the metric that represents a task in overviews.
+    """Return the main metric of a task, which represents the task in overviews.
 
     `panels` contains the panels (groups of comparable scores) of this task.
     """
@@ -431,7 +459,7 @@ def choose_headline_metric(panels: Sequence[Panel]) -> str:
 
 
 def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
-    """Return the panels that represent each task on each split of a dataset.
+    """Return the panels that represent each task on each split of a dataset in overviews.
 
     A panel is a group of comparable scores. Only panels of the task's main metric are considered.
     The one with the most checkpoints is chosen. If it lacks some checkpoints, further panels are

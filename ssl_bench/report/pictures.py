@@ -36,9 +36,10 @@ _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
 
 
 class PictureSize(NamedTuple):
-    """Size of a picture, and the (left, top, width, height) of each of its tiles, in pixels.
+    """Size of a picture, and the positions of its tiles, in pixels.
 
-    Tiles are the images of which a picture consists.
+    Tiles are the images of which a picture consists. The position of a tile is its (left, top,
+    width, height).
     """
 
     width: int
@@ -50,7 +51,7 @@ class PictureFiles:
     """The picture files of a results folder, which may come from an untrusted source.
 
     Only PNG files are shown, because an SVG file can contain scripts. Symbolic links are not
-    followed. `refused` maps each rejected path to the reason why it is not shown.
+    followed. The attribute `refused` maps each rejected path to the reason why it is not shown.
     """
 
     def __init__(self, root: Path) -> None:
@@ -59,7 +60,10 @@ class PictureFiles:
         self._sizes: dict[Path, PictureSize] = {}
 
     def list_below(self, folder: str) -> list[PurePosixPath]:
-        """Return the paths of all pictures below a folder, sorted and relative to this folder."""
+        """Return the paths of all pictures below `folder`, sorted and relative to this folder.
+
+        `folder` itself is relative to the results folder.
+        """
         place = self.root / folder
         parents = [place, *place.parents]
         links = [path for path in parents[: parents.index(self.root)] if path.is_symlink()]
@@ -70,10 +74,9 @@ class PictureFiles:
         return [PurePosixPath(path.relative_to(place).as_posix()) for path in paths]
 
     def copy(self, name: str, target: Path) -> None:
-        """Copy a picture into the folder `target`.
+        """Copy a picture into the folder `target`, where it gets the same relative path.
 
-        `name` is its path relative to the results folder. It has the same relative path in
-        `target`.
+        `name` is the path of the picture relative to the results folder.
         """
         content = read_untrusted(self.root, self.root / name, _MAX_BYTES)
         path = target / name
@@ -97,9 +100,9 @@ class PictureFiles:
         return path in self._sizes
 
     def measure(self, name: str) -> PictureSize:
-        """Return the size of the picture at the relative path `name`.
+        """Return the size of the picture at the path `name`, relative to the results folder.
 
-        The picture must have been listed by `list_below` before.
+        The method `list_below` must have returned this picture before.
         """
         return self._sizes[self.root / name]
 
@@ -158,7 +161,7 @@ class Gallery:
 
     @property
     def kind(self) -> tuple[str, str, str, str, bool]:
-        """Key by which galleries of different checkpoints are matched.
+        """Key that is equal for galleries of different checkpoints that can be shown side by side.
 
         It contains the task, the dataset, the image set, the variant, and whether each picture
         shows all blocks.
@@ -171,7 +174,10 @@ class Gallery:
         return tuple(sorted(layer for layer in self.prefixes if layer is not None))
 
     def path(self, layer: int | None, image: str) -> str:
-        """Return the path of a picture, relative to the results folder."""
+        """Return the path of the picture of an image at a block, relative to the results folder.
+
+        `image` is the title of the image. `layer` is None if each picture shows all blocks.
+        """
         return self.prefixes[layer] + self.files[image]
 
     def paths(self) -> list[str]:
@@ -189,7 +195,11 @@ class Gallery:
 def find_galleries(
     files: PictureFiles, records: Sequence[Record], checkpoint: Checkpoint
 ) -> list[Gallery]:
-    """Return a checkpoint's picture galleries for the tasks and image sets in the records."""
+    """Return the picture galleries of a checkpoint, one or more for each task and image set.
+
+    `records` contains the stored scores, which state the tasks and image sets. `files` lists the
+    pictures of the results folder.
+    """
     variants: dict[tuple[str, str, str, str], set[tuple[str, str]]] = defaultdict(set)
     datasets: dict[tuple[str, str, str, str], str] = {}
     for record in records:
@@ -247,13 +257,17 @@ def _find_overview_galleries(
     names: Sequence[PurePosixPath],
     variants: Iterable[tuple[str, str]],
 ) -> list[Gallery]:
-    """Return the galleries in which each picture shows all blocks.
+    """Return the galleries in which each picture shows one image at all blocks.
 
-    Such a picture is named PROTOCOL-FACET-IMAGE.png, or it is in a subfolder whose name becomes the
-    variant. Files blockNN_FACET.png are left out, because they show many images at one block.
+    Such a picture has the name PROTOCOL-FACET-IMAGE.png, or it is in a subfolder whose name becomes
+    the variant of the gallery. Files blockNN_FACET.png are left out, because they show many images
+    at one block.
 
-    `variants` contains the known pairs of PROTOCOL (preset of settings) and FACET (kind of
-    feature). `_find_block_galleries` describes the other arguments.
+    Args:
+        template: A gallery with the task, dataset and image set, whose other fields are filled in.
+        start: Path of the picture folder, relative to the results folder.
+        names: Paths of the pictures, relative to `start`.
+        variants: The known pairs of PROTOCOL (preset of settings) and FACET (kind of feature).
     """
     starts = {f"{protocol}-{facet}-": f"{protocol} {facet}" for protocol, facet in variants}
     # Try longer prefixes first, because one prefix may be the start of another.
@@ -276,20 +290,25 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 
 
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of `files`, keyed by the titles of the pictures.
+    """Return the values of `files`, with the titles of the pictures as keys.
 
-    The keys of `files` are file names without suffix. A title is such a name without the
-    digest at its end (see `figure_title`). If two titles are equal, all keys are names instead.
+    The keys of `files` are file names without suffix. The title of a picture is this name without
+    the digest at its end (see `figure_title`). If two titles are equal, the keys are not changed.
     """
     titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
 
 
 def keep_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: int) -> list[Gallery]:
-    """Reduce the galleries of an encoder to the pictures of the requested blocks.
+    """Return the galleries of an encoder with only the pictures of the requested blocks.
 
-    Negative `layers` count from the last block, and None means all blocks. Pictures that show all
-    blocks at once are always kept.
+    Pictures that show all blocks at once are always kept.
+
+    Args:
+        galleries: The galleries of the encoder.
+        layers: The requested block indices. Negative indices count from the last block. None for
+            all blocks.
+        depth: Number of blocks of the encoder.
     """
     if layers is None:
         return list(galleries)
@@ -304,9 +323,10 @@ def keep_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: in
 def pair_galleries(
     first: Sequence[Gallery], second: Sequence[Gallery]
 ) -> list[tuple[Gallery, Gallery]]:
-    """Return pairs of galleries with the same `Gallery.kind`, one of each checkpoint.
+    """Return pairs of galleries that can be shown side by side, one gallery of each checkpoint.
 
-    Only the blocks and images that both galleries have are kept.
+    The galleries of a pair have the same `Gallery.kind`. Only the blocks and images that both
+    galleries have are kept.
     """
     others = {gallery.kind: gallery for gallery in second}
     pairs = []
@@ -323,7 +343,7 @@ def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, li
     """Label the image set of each gallery if its task and dataset have several image sets.
 
     For example, a dataset gets a new image set if one of its images is replaced. The label is
-    stored in `Gallery.data`.
+    stored in `Gallery.data`. The keys of `galleries` are encoder ids.
     """
     sets: dict[tuple[str, str], set[str]] = defaultdict(set)
     for of_encoder in galleries.values():
@@ -341,11 +361,13 @@ def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, li
 
 
 class StripPicture(NamedTuple):
-    """A picture in a row of pictures that show the same image.
+    """A picture in a strip, which is a row of pictures that show the same image.
 
     Attributes:
         block: Caption of the picture, such as "block 3", "all blocks" or "photograph".
         note: Reason why the picture comes first, such as "best", or "".
+        address: Link to the picture file.
+        alt: Description of the picture for readers who cannot see it.
         view: The (left, top, width, height) of the part that is shown. None for the whole picture.
     """
 
@@ -358,7 +380,7 @@ class StripPicture(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """A row of pictures that show one image at every block, starting at the best block."""
+    """A row of pictures that show one image at every block, with the best block first."""
 
     checkpoint: Checkpoint
     title: str
@@ -372,13 +394,19 @@ def select_strips(
     panels: Sequence[Panel],
     hits: Mapping[str, float],
 ) -> list[Strip]:
-    """Choose rows of pictures for the overview page: one per checkpoint, for a few tasks.
+    """Choose strips for the overview page: one for each checkpoint and task, for a few tasks.
 
-    A row shows one image at every block. The image of which the most checkpoints have pictures is
-    chosen. If several are equal, the one with the most `hits` is chosen (see `count_hits`).
+    A strip is a row of pictures that show one image at every block. The image of which the most
+    checkpoints have pictures is chosen. If there are several such images, the one with the most
+    hits is chosen.
 
-    If `panels` (groups of comparable scores) contain the task and dataset, only pictures of the
-    scored images are shown. The results folder may also contain pictures of older images.
+    Args:
+        files: The picture files of the results folder.
+        checkpoints: The checkpoints, in the order of the strips.
+        galleries: The galleries of pictures, by encoder id.
+        panels: Groups of comparable scores. If they contain the task and dataset of a gallery, its
+            pictures are only used if they show the scored images, and not older images.
+        hits: Number of hits by picture file (see `count_hits`).
     """
     scored = {(p.task, p.dataset, short_fingerprint(p.record.dataset_fingerprint)) for p in panels}
     places = {place[:2] for place in scored}
@@ -416,11 +444,14 @@ def select_strips(
 
 
 def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
-    """Return, for each image, how many encoders find the object in it at their best block.
+    """Count, for each image, how many encoders find the object in it at their best block.
 
-    Only tasks that search for an object count (see `TaskTexts.finds_objects`), each on its own.
-    Scores in percent are divided by the highest score, so that they count as fractions. The keys
-    are the file names of the pictures.
+    Only tasks that search for an object count (see `TaskTexts.finds_objects`). If there are several
+    such tasks, their counts are added. A score in percent counts as a fraction of the highest
+    score. `panels` contains the groups of comparable scores.
+
+    Returns:
+        The number of hits for each file name of a picture.
     """
     hits: dict[str, float] = defaultdict(float)
     for panel in panels:
@@ -486,8 +517,8 @@ def build_picture_sections(
 ) -> list[dict[str, Any]]:
     """Return one section per task, in which readers choose the image and the block to view.
 
-    Each element of `shown` lists the galleries that one viewer shows side by side, with the names
-    of their checkpoints. These galleries must have the same `Gallery.kind`, blocks and images.
+    Each element of `shown` lists the galleries that are shown side by side, as pairs (name of the
+    checkpoint, gallery). These galleries must have the same `Gallery.kind`, blocks and images.
     """
     by_task: dict[str, list[dict[str, Any]]] = defaultdict(list)
 

@@ -42,9 +42,10 @@ class RunLine(NamedTuple):
 
 
 class MeasurePanel(NamedTuple):
-    """Chart and table of one logged measure, such as the loss, for all runs.
+    """Chart and table of one logged measure for all runs.
 
     Attributes:
+        measure: Name of the measure, such as "loss".
         table: The values of the chart, summarised in at most `NUM_ROWS` rows.
     """
 
@@ -73,10 +74,9 @@ class TrainingCurves(NamedTuple):
 
 
 def find_recorded_runs(records: Iterable[Record], folders: Iterable[Path]) -> list[Path]:
-    """Return the folders of those pretraining runs whose weights have been probed.
+    """Return the folders of those pretraining runs inside `folders` whose weights were probed.
 
-    The run folders are inside `folders`. Weights have been probed if a record contains their
-    SHA-256.
+    Weights have been probed if a record (stored score) contains their SHA-256.
     """
     recorded = {record.checkpoint_sha256 for record in records}
     found = dict[Path, Path]()
@@ -93,7 +93,10 @@ def find_recorded_runs(records: Iterable[Record], folders: Iterable[Path]) -> li
 
 
 def draw_runs(logs: Sequence[RunLog]) -> TrainingCurves | None:
-    """Draw one chart per measure, with one curve per run. Return None if there are no runs."""
+    """Draw one chart per logged measure, such as the loss, with one curve per pretraining run.
+
+    Return None if there are no runs.
+    """
     if not logs:
         return None
     drawn = logs[:MAX_LINES]

@@ -27,7 +27,9 @@ NUM_SHADES = 12
 class Trend:
     """Scores of all blocks over the epochs of one run, or over severities for one encoder.
 
-    The rows of `table` are epochs or severities, and its columns are blocks.
+    Attributes:
+        name: Name of the run or of the encoder.
+        table: The scores, with epochs or severities as rows and blocks as columns.
     """
 
     name: str
@@ -41,7 +43,7 @@ class Trend:
 
     @property
     def highest(self) -> float:
-        """Highest score that can be the best (see `Entry.is_rankable`).
+        """Highest of those scores that can be marked as best (see `Entry.is_rankable`).
 
         It is minus infinity if there is no such score.
         """
@@ -66,8 +68,11 @@ class Trend:
 class PanelTrends(NamedTuple):
     """Scores over epochs for the runs that were probed at several epochs.
 
-    All scores belong to one panel, a group of comparable scores. `problems` explains why some runs
-    are not drawn, for example because two runs have the same name.
+    Attributes:
+        panel: The panel (group of comparable scores) to which all scores belong.
+        trends: The scores of each run.
+        problems: Reasons why some runs are not drawn, for example because two runs have the same
+            name.
     """
 
     panel: Panel
@@ -101,7 +106,7 @@ class PanelTrends(NamedTuple):
 def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:
     """Return the scores over epochs for each panel with a run that was probed at several epochs.
 
-    A panel is a group of comparable scores.
+    A panel is a group of comparable scores. Panels without such a run are left out.
     """
     groups = map(_find_runs, panels)
     return tuple(group for group in groups if group.trends or group.problems)
@@ -120,10 +125,10 @@ def _find_runs(panel: Panel) -> PanelTrends:
 
 
 def style_block(layer: int, depth: int) -> str:
-    """Return the CSS classes of a block's curve.
+    """Return the CSS classes for the curve of the block with index `layer`.
 
-    The colour shade shows the position of the block in the encoder. Blocks with the same shade have
-    different dashes. Blocks with odd indices have hollow dots.
+    The colour shade shows the position of the block in the encoder, which has `depth` blocks.
+    Blocks with the same shade have different dashes. Blocks with odd indices have hollow dots.
     """
     shades = [number * (NUM_SHADES - 1) // max(1, depth - 1) for number in range(layer + 1)]
     dashes = min(shades.count(shades[-1]) - 1, 2)

@@ -80,7 +80,9 @@ _FIELDS = {
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write all pages and copy the pictures. An older report is only replaced at the end.
+    """Write all pages of a report and copy its pictures to the folder `folder`.
+
+    An older report in this folder is only replaced at the end.
 
     Raises:
         ConfigurationError: The folder is not empty and contains no report, or it contains a file
@@ -155,10 +157,10 @@ def require_replaceable(folder: Path) -> None:
 
 
 def _find_other_file(folder: Path) -> str | None:
-    """Return the name of a file in a report's folder that is not part of the report, if any.
+    """Return the name of a file in the folder of a report that does not belong to the report.
 
-    Hidden files are ignored, because file managers create them. Files in hidden folders, such as
-    .git, are not ignored.
+    Return None if there is no such file. Hidden files are ignored, because file managers create
+    them. Files in hidden folders, such as .git, are not ignored.
     """
     try:
         known = json.loads((folder / REPORT_MARK).read_text())["files"]
@@ -175,7 +177,15 @@ def _list_files(folder: Path) -> list[str]:
 
 @contextmanager
 def replace_report(folder: Path) -> Generator[Path]:
-    """Yield a temporary folder, which replaces `folder` if the `with` block raises no error."""
+    """Create a temporary folder for a new report, and yield it to a `with` block.
+
+    After the block, the temporary folder replaces `folder`. If the block raises an error, `folder`
+    is not changed.
+
+    Raises:
+        ConfigurationError: `folder` contains files that are not part of a report.
+        MachineError: The folder cannot be written.
+    """
     require_replaceable(folder)
     # Resolve the path, because the path "." has no name.
     folder = resolve_links(folder)

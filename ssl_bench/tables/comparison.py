@@ -48,8 +48,9 @@ class Difference:
         degenerate: For each score, the percentage of degenerate images, whose result is arbitrary.
             None if unknown.
         p: Two-sided p-value of the difference, or NaN if there is no interval.
-        p_holm: The p-value after Holm's correction over the rows that compare block by block. NaN
-            for all other rows of the table, and for rows that were not tested.
+        p_holm: The p-value after Holm's correction for multiple comparisons, over the rows that
+            compare two blocks. NaN for all other rows of the table, and for rows that were not
+            tested.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Difference:
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether either score is degenerate.
+        """Whether at least one of the two scores is degenerate.
 
         A score is degenerate if more than `MAX_DEGENERATE_PERCENT` % of the images have an
         arbitrary result, for example because rounding errors decide it.
@@ -89,7 +90,7 @@ class Difference:
 
     @property
     def is_significant_after_holm(self) -> bool:
-        """Whether the difference is still significant after Holm's correction over the blocks."""
+        """Whether the difference is significant after Holm's correction over all blocks."""
         return self.is_significant and self.p_holm < SIGNIFICANT
 
     @property
@@ -132,9 +133,12 @@ def _format_number(value: float, style: str) -> str:
 
 
 class PairedScore(NamedTuple):
-    """One of two compared scores, with its blocks and its percentage of degenerate images.
+    """One of two compared scores.
 
-    The result of a degenerate image is arbitrary, for example because rounding errors decide it.
+    Attributes:
+        estimate: The score, with the data for its confidence interval.
+        layers: Indices of the blocks from which the score was computed.
+        degenerate: Percentage of degenerate images, whose result is arbitrary, or None if unknown.
     """
 
     estimate: Estimate
@@ -149,7 +153,8 @@ def score_block(curve: ImageCurve, layer: int) -> PairedScore:
 def _score_held_out(curve: ImageCurve) -> PairedScore:
     """Return the score of an encoder whose block is chosen on held-out images.
 
-    Each fold of the images is scored with the block that is best on the other folds.
+    The images are split into folds. Each fold is scored with the block that is best on the other
+    folds. `curve` contains the per-image scores of the encoder at each block.
     """
     return PairedScore(curve.held_out, tuple(curve.blocks), curve.held_out_degenerate_percent)
 
@@ -157,8 +162,8 @@ def _score_held_out(curve: ImageCurve) -> PairedScore:
 def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
     """Return the difference of two scores on the same images, first minus second.
 
-    If both are the same score, such as that of a block compared with itself, the difference has no
-    confidence interval.
+    If both are the same score, for example because a block is compared with itself, the difference
+    has no confidence interval. `name` is the heading of the table row, such as "11" for block 11.
     """
     is_same = first.estimate is second.estimate
     interval = None if is_same else first.estimate.difference_ci95(second.estimate)
@@ -176,20 +181,20 @@ def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
 
 
 def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
-    """Return copies of the rows with p-values after Holm's correction over all rows.
+    """Return copies of the rows with p-values after Holm's correction for multiple comparisons.
 
-    A score is degenerate if the results of too many images are arbitrary. Rows with such a score
-    are not tested, so their corrected p-value is NaN.
+    The correction is over all rows with a p-value. Rows with a degenerate score, where the results
+    of too many images are arbitrary, are not tested. Their corrected p-value is NaN.
     """
     ps = holm([math.nan if row.is_degenerate else row.p for row in rows])
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]
 
 
 def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Difference]:
-    """Compare two encoders at every block index that was probed in both.
+    """Compare two encoders at every block index that was probed in both, on the same images.
 
     If the last probed blocks of the encoders have different indices, one more row compares these
-    blocks.
+    blocks. `first` and `second` contain the per-image scores of an encoder at each block.
     """
     pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
     last = max(first.blocks), max(second.blocks)
@@ -205,8 +210,8 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
 
     The best blocks are chosen on the scored images, so their scores are optimistic. The held-out
     choice estimates the score of a user who must choose a block before seeing these images. The
-    list is empty if either encoder has no best block, for example because all blocks are degenerate
-    (have too many images with an arbitrary result).
+    list is empty if either encoder has no best block. For example, all of its blocks may be
+    degenerate (have too many images with an arbitrary result).
     """
     if not (first.has_best and second.has_best):
         return []
@@ -220,7 +225,7 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
 
 
 def compare_checkpoints(first: ImageCurve, second: ImageCurve) -> list[Difference]:
-    """Compare two encoders block by block, and at their best blocks if both have several blocks."""
+    """Compare two encoders at each block. If both have several, also compare their best blocks."""
     rows = compare_block_by_block(first, second)
     have_several = len(first.blocks) > 1 and len(second.blocks) > 1
     return rows + compare_best_blocks(first, second) if have_several else rows
@@ -229,8 +234,9 @@ def compare_checkpoints(first: ImageCurve, second: ImageCurve) -> list[Differenc
 def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
     """Compare each block of one encoder with its best block.
 
-    One more row compares a choice of the block on held-out images with the best block. If no block
-    can be the best, blocks are compared with the last block, and this row is left out.
+    One more row compares the best block with a block that is chosen on held-out images. If no block
+    can be the best, blocks are compared with the last block, and this row is left out. `curve`
+    contains the per-image scores at each block.
     """
     best = score_block(curve, curve.best)
     rows = _correct_over_blocks(
@@ -251,8 +257,9 @@ class Comparison(Table):
     """A table of differences of one metric, with one row per compared block.
 
     Attributes:
+        record: A record (stored score), which states the task, the images and the settings.
         names: Column headings of the first and of the second score.
-        encoders: One record (a stored score) of each compared encoder, so one or two in total.
+        encoders: One record of each compared encoder, so one or two in total.
         without_best: Names of the encoders without a best block, because all their blocks are
             degenerate (have too many images with an arbitrary result).
         code: For each encoder name, the versions of the code that computed its scores.
@@ -290,7 +297,7 @@ class Comparison(Table):
         notes = [
             f"paired over {self.record.num_images} images{image_size_note(self.encoders)}"
             f"{trusted_note([self.record])}",
-            "marked: the interval excludes 0 (not corrected for the number of rows)",
+            "marked: the interval excludes 0 (without a correction for the number of rows)",
         ]
         if not self.record.is_ranked:
             notes.append("no block is best, because higher is not better")
@@ -344,9 +351,12 @@ class Comparison(Table):
 def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
     """Return footnotes that explain the signs § (significant) and † (degenerate images).
 
-    The result of a degenerate image is arbitrary, for example because rounding errors decide it. §
-    is explained if any difference was tested, even if none is significant. † is only explained if
-    it occurs. Holm's correction was applied to each table separately.
+    § is explained if any difference was tested, even if none is significant. † is only explained if
+    it occurs. The result of a degenerate image is arbitrary, for example because rounding errors
+    decide it.
+
+    Args:
+        tables: The rows of each table. Holm's correction was applied to each table separately.
     """
     rows, notes = list(itertools.chain(*tables)), []
     num_tested = [sum(not math.isnan(row.p_holm) for row in table) for table in tables]
@@ -365,7 +375,7 @@ def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, .
 
 
 def code_warning(tables: Iterable[Comparison]) -> str:
-    """Return a warning if scores of the same table come from different code versions, or ""."""
+    """Return a warning if different code versions computed the scores of a table, otherwise ""."""
     versions: dict[str, set[str]] = defaultdict(set)
     for table in tables:
         # The code can only explain a difference if the versions differ within one table.
@@ -382,7 +392,10 @@ def code_warning(tables: Iterable[Comparison]) -> str:
 
 
 def code_versions(records: Iterable[Record]) -> frozenset[str]:
-    """Return the code versions that computed the records, such as "0.2.0 (3f9a01b2c4)"."""
+    """Return the versions of ssl-bench that computed the records, such as "0.2.0 (3f9a01b2c4)".
+
+    The digits in parentheses are the Git commit. A record is a stored score.
+    """
     versions = set()
     for record in records:
         commit = record.git_commit or "unknown"
@@ -467,9 +480,9 @@ def compare_encoders(
 
 
 def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
-    """Group records that are comparable and have the same seed.
+    """Group records (stored scores) that can be compared and have the same random seed.
 
-    Two scores of the same image are only compared within a group.
+    The images of two scores are only paired within such a group.
     """
     seeds = sorted({record.seed for record in records})
     groups = [
@@ -479,7 +492,10 @@ def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> bool:
-    """Return whether every encoder has at least one record with stored per-image values."""
+    """Return whether each encoder has a record in the group with stored per-image scores.
+
+    A record is a stored score. `encoders` contains the ids of the encoders.
+    """
     return all(
         any(store.has_per_image(record) for record in group if record.encoder_id == key)
         for key in encoders
@@ -489,9 +505,14 @@ def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequen
 def _load_sides(
     store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
 ) -> list[ImageCurve]:
-    """Return the per-image scores of each encoder at every block.
+    """Return the per-image scores at every block, for each encoder.
 
     The list is empty if any encoder has no stored per-image scores.
+
+    Args:
+        store: Results folder with the per-image scores.
+        group: Comparable records (stored scores).
+        encoders: Ids of the encoders.
     """
     curves = [load_curve(store, [r for r in group if r.encoder_id == key]) for key in encoders]
     is_complete = all(curve.per_image for curve in curves)
@@ -501,7 +522,13 @@ def _load_sides(
 def _explain_failure(
     store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
 ) -> str:
-    """Return why the records of a task cannot be compared, and what to do if this can be fixed."""
+    """Return why the scores of a task cannot be compared and, if possible, how to change this.
+
+    Args:
+        store: Results folder.
+        records: Stored scores of the task.
+        encoders: Dictionary from the id to the name of each encoder to compare.
+    """
     task = records[0].task
     sides = {name: [r for r in records if r.encoder_id == key] for key, name in encoders.items()}
     for name, side in sides.items():
@@ -530,8 +557,8 @@ def _explain_failure(
     ]
     if not any(has_images):
         return "no per-image values are stored"
-    # Explain the pair of records with the fewest differences. If nothing differs, the reason is in
-    # the stored per-image values.
+    # Explain the pair of records with the fewest differences. If nothing differs, the comparison
+    # failed because of the stored per-image values.
     if differing := min((_list_differences(*pair) for pair in pairs), key=len):
         return "; ".join(differing)
     again = f"`ssl-bench probe --task {task} --overwrite`"
@@ -551,7 +578,11 @@ def _list_differences(first: Record, second: Record) -> list[str]:
 
 @dataclass(frozen=True)
 class EpochComparison(Table):
-    """Table of differences between two training runs, for each common block and epoch."""
+    """Table of differences between two training runs, for each common block and epoch.
+
+    Attributes:
+        by_epoch: The differences of all blocks at each epoch, by epoch.
+    """
 
     by_epoch: Mapping[float, Comparison]
 
@@ -593,7 +624,8 @@ def compare_runs(
 ) -> list[EpochComparison]:
     """Compare two training runs block by block, at every epoch that was probed in both.
 
-    The encoder `RUN@100` is the encoder of the run `RUN` after 100 epochs.
+    There is one table for each group of comparable records (stored scores). `runs` contains the
+    names of the runs. The encoder `RUN@100` is the encoder of the run `RUN` after 100 epochs.
 
     Raises:
         DataError: A run has two encoders for the same epoch, or no table can be computed.

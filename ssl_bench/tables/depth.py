@@ -25,7 +25,7 @@ from ssl_bench.tables.sheets import Cell, Sheet, Table, default_format, render_t
 from ssl_bench.tables.styles import lacks_skips
 
 MAX_TABLES = 4
-"""Largest number of tables of a task for which all tables are printed."""
+"""All tables of a single task are printed if there are at most this many."""
 
 PROBE_EPOCHS = (
     *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
@@ -85,18 +85,18 @@ class Pivot(Table):
         return dagger_meaning(entry.degenerate_percent for _, _, entry in self.scores())
 
     def scores(self) -> Iterator[tuple[Any, Any, Entry]]:
-        """Yield the row, the column and the score of every cell that has a score, row by row."""
+        """Yield each score of the table, row by row, as a tuple (row, column, score)."""
         for row in self.rows:
             for column in self.columns:
                 if (row, column) in self.entries:
                     yield row, column, self.entries[row, column]
 
     def curves(self) -> "Pivot | None":
-        """Return a table whose columns are drawn as curves, or None if there are no curves."""
+        """Return a table whose columns can be drawn as curves, or None if there is none."""
         return self
 
     def best_row(self, column: Any) -> Any:
-        """Return the row of the best score in a column, or None if no score is marked as best."""
+        """Return the row with the best score in a column, or None if no score is marked as best."""
         if not self._ranking(column):
             return None
         entries = {row: entry for row, at, entry in self.scores() if at == column}
@@ -106,11 +106,11 @@ class Pivot(Table):
         )
 
     def _ranking(self, column: Any) -> list[str]:
-        """Return the distinct printed scores of a column that can be best, highest first.
+        """Return the printed scores of a column that can be marked as best, without repetitions.
 
-        `Entry.is_rankable` states which scores can be best. The list is empty if nothing is to be
-        marked: if the column has fewer than two scores, or if all of several scores that can be
-        best are printed as the same number.
+        The highest score comes first. `Entry.is_rankable` states which scores can be best. The list
+        is empty if the column has fewer than two scores, because no score is then marked. It is
+        also empty if all of several scores that can be best are printed as the same number.
         """
         known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)
@@ -144,14 +144,14 @@ class Pivot(Table):
         return str(column)
 
     def marks(self) -> tuple[str, ...]:
-        """Return explanations of the signs in the table, such as †."""
+        """Return explanations of the signs in the table, such as †, to be printed below it."""
         return (self.dagger_meaning,) if self.dagger_meaning else ()
 
     def entry_text(self, entry: Entry) -> str:
         return entry.text()
 
     def missing_text(self, row: Any, column: Any) -> str:
-        """Return the text to print in a cell that has no score."""
+        """Return the text to print in a cell that has no score. "‡" means that none was chosen."""
         return "‡" if (row, column) in self.undecided else ""
 
     def _cell(self, row: Any, column: Any, ranking: Sequence[str]) -> Cell:
@@ -166,9 +166,9 @@ class Pivot(Table):
         )
 
     def _strides(self) -> dict[Any, str]:
-        """Return the distance between neighbouring tokens in pixels (stride), for each block.
+        """Return the stride (distance between neighbouring tokens in pixels) at each block.
 
-        The text is, for example, "16", or "8/16" if the encoders differ. Encoders with the same
+        The stride is a text such as "16", or "8/16" if the encoders differ. Encoders with the same
         stride at all blocks, such as ViTs, are ignored.
         """
         if self.row_name != "block":
@@ -202,9 +202,10 @@ def _stride_field(entry: Entry) -> dict[str, int]:
 
 
 def depth_tables(records: Sequence[Record]) -> list[Pivot]:
-    """Return tables with blocks as rows and encoders as columns.
+    """Return tables of scores with blocks as rows and encoders as columns.
 
-    There is one table per group of comparable records (see `comparable_groups`).
+    There is one table per group of comparable records (stored scores), which have the same metric,
+    images and settings (see `comparable_groups`).
     """
     groups, names = comparable_groups(records), model_names(records)
     return [
@@ -214,11 +215,11 @@ def depth_tables(records: Sequence[Record]) -> list[Pivot]:
 
 
 def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
-    """Return tables with pretraining epochs as rows and blocks as columns.
+    """Return tables of scores with pretraining epochs as rows and blocks as columns.
 
-    There is one table for each run and group of comparable records. The encoders `RUN@100` and
-    `RUN@200` belong to epochs 100 and 200 of the run `RUN`, and the encoder `RUN` to its last
-    epoch.
+    There is one table for each run and group of comparable records (stored scores). The encoders
+    `RUN@100` and `RUN@200` belong to epochs 100 and 200 of the run `RUN`, and the encoder `RUN` to
+    its last epoch.
 
     Raises:
         DataError: No run has records of at least two epochs, or two runs share a name.
@@ -239,7 +240,10 @@ def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
 
 
 def epoch_table(records: Sequence[Record], title: str) -> Pivot:
-    """Return a table of one run, with epochs as rows and blocks as columns."""
+    """Return a table of the scores of one run, with epochs as rows and blocks as columns.
+
+    `records` contains the stored scores, which must be comparable.
+    """
     return _pivot(
         records, title, "epoch", lambda record: (epoch_number(record), f"block {record.layer}")
     )
@@ -274,7 +278,7 @@ def _pivot(
 
 
 def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return a dictionary from run names to records, for runs probed at two or more epochs."""
+    """Return the records (stored scores) of each run that was probed at two or more epochs."""
     return {
         run: run_records
         for run, run_records in sorted(group_by_run(records).items())
@@ -283,7 +287,10 @@ def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record
 
 
 def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Group records by the name of their pretraining run. Leave out records that state no epoch."""
+    """Group records (stored scores) by the name of the pretraining run of their encoder.
+
+    Records that do not state a pretraining epoch are left out.
+    """
     runs: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         epoch = record.details.get("epoch")
@@ -293,7 +300,7 @@ def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
-    """Raise DataError if the records contain two encoders for the same epoch of a run.
+    """Raise DataError if the records (stored scores) have two encoders for the same epoch of a run.
 
     This happens if two runs have the same name. The records must be comparable.
     """
@@ -310,7 +317,10 @@ def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
 
 
 def epoch_number(record: Record) -> float:
-    """Return the pretraining epoch of a record's encoder, which the record must state."""
+    """Return the pretraining epoch of the encoder of a record (a stored score).
+
+    The record must contain this epoch.
+    """
     return float(record.details["epoch"])
 
 
@@ -344,8 +354,8 @@ def main_metrics(
 ) -> dict[tuple[Any, ...], str]:
     """Return the main metric of each group of records, which represents a task in overviews.
 
-    Records with equal values of the fields `names` form a group, and these values are its key. The
-    first of `names` must be "task".
+    A record is a stored score. Records with equal values of the fields `names` form a group. These
+    values are the key of the group in the returned dictionary. The first of `names` must be "task".
     """
     metrics: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
     for record in records:

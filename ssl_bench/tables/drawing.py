@@ -32,7 +32,9 @@ _HOLLOW: Mapping[str, Any] = {"marker": "o", "markersize": 5, "markerfacecolor":
 
 
 def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
-    """Draw tables as curves, and save the figure in the format of the suffix of `path`.
+    """Draw tables as curves, and save the figure to the file `path`.
+
+    The suffix of `path`, such as ".png", determines the format.
 
     Raises:
         ConfigurationError: The suffix is not a known format.
@@ -68,17 +70,17 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
         skipless = frozenset().union(*(table.skipless for table in tables))
         styles = choose_styles({name: name in skipless for name in names})
         names.sort(key=natural_sort_key)
-        looks: dict[str, Mapping[str, Any]] = {name: styles[name].line for name in names}
+        line_styles: dict[str, Mapping[str, Any]] = {name: styles[name].line for name in names}
     else:
         # The columns are blocks. Colours from a sequential colour map show their order.
         shades = mpl.colormaps["viridis"]
         last = max(len(names) - 1, 1)
-        looks = {name: {"color": shades(number / last)} for number, name in enumerate(names)}
+        line_styles = {name: {"color": shades(number / last)} for number, name in enumerate(names)}
     num_columns = min(len(tables), _PANELS_PER_ROW)
     titles = [_wrap(table.title) for table in tables]
     labels = [_wrap(name, _PANEL_LETTERS - _KEY_LETTERS) for name in names]
     marker = _choose_marker(len(tables[0].rows))
-    lines = [Line2D([], [], marker=marker, **looks[name]) for name in names]
+    lines = [Line2D([], [], marker=marker, **line_styles[name]) for name in names]
     if any(entry.is_degenerate for table in tables for _, _, entry in table.scores()):
         labels.append(f"more than {MAX_DEGENERATE_PERCENT:.0f} % degenerate")
         lines.append(Line2D([], [], color="0.4", linestyle="", **_HOLLOW))
@@ -87,7 +89,7 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
     figure = Figure(figsize=_figure_inches(titles, num_columns, legend_lines), layout="constrained")
     axes = figure.subplots(-(-len(tables) // num_columns), num_columns, squeeze=False)
     for axis, table, title in zip(axes.flat, tables, titles, strict=False):
-        _draw_panel(axis, table, looks)
+        _draw_panel(axis, table, line_styles)
         axis.set_title(title, fontsize=8)
         if table.row_name == "step":
             axis.set_xlim(0, 1.02 * max(row for other in tables for row in other.rows))
@@ -103,7 +105,10 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
 
 
 def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
-    """Break a text after its first comma, and wrap it to lines of at most `letters` characters."""
+    """Break a panel title or legend label into lines of at most `letters` characters.
+
+    There is always a line break after the first comma.
+    """
     parts = escape_unprintable(text).split(", ", 1)
     return "\n".join(
         escape_matplotlib(line) for part in parts for line in textwrap.wrap(part, letters)
@@ -111,7 +116,10 @@ def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
 
 
 def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
-    """Return how many legend entries fit side by side below the panels (charts)."""
+    """Return how many of the legend's labels fit side by side below the panels (charts).
+
+    `num_columns` is the number of panels in a row.
+    """
     longest = max(len(line) for label in labels for line in label.splitlines())
     return max(1, min(len(labels), num_columns * _PANEL_LETTERS // (longest + _KEY_LETTERS)))
 
@@ -119,7 +127,13 @@ def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
 def _figure_inches(
     titles: Sequence[str], num_columns: int, legend_lines: int
 ) -> tuple[float, float]:
-    """Return the width and height of the figure in inches, with room for titles and legend."""
+    """Return the width and height of a figure in inches, with room for titles and legend.
+
+    Args:
+        titles: Title of each panel (chart), which may have several lines.
+        num_columns: Number of panels in a row.
+        legend_lines: Number of lines of the legend.
+    """
     starts = range(0, len(titles), num_columns)
     title_lines = [max(t.count("\n") for t in titles[n : n + num_columns]) for n in starts]
     width, height = _PANEL_INCHES
@@ -128,15 +142,16 @@ def _figure_inches(
 
 
 def _choose_ticks(rows: Sequence[float]) -> list[float]:
-    """Return the block numbers that get a tick on the axis. Only whole numbers get one.
+    """Return the blocks, epochs or severities that get a tick on the horizontal axis.
 
-    If there are too many, only every second, third or n-th of them is returned.
+    Only whole numbers get a tick. If there are more than `_MAX_TICKS`, only every n-th of them is
+    returned.
     """
     whole = [row for row in rows if row == int(row)]
     return whole[:: -(-len(whole) // _MAX_TICKS) or 1]
 
 
-def _draw_panel(axis: Any, table: Pivot, looks: Mapping[str, Mapping[str, Any]]) -> None:
+def _draw_panel(axis: Any, table: Pivot, line_styles: Mapping[str, Mapping[str, Any]]) -> None:
     entries = [entry for _, _, entry in table.scores()]
     ends = [end for e in entries for end in (e.value, e.low, e.high)]
     records = [record for entry in entries for record in entry.records]
@@ -151,14 +166,14 @@ def _draw_panel(axis: Any, table: Pivot, looks: Mapping[str, Mapping[str, Any]])
         axis.set_yscale("log")
     top = highest + (abs(highest) or 1.0)
     for column in table.columns:
-        _draw_curve(axis, table, column, looks[column], top)
+        _draw_curve(axis, table, column, line_styles[column], top)
     for label, value in baselines:
         axis.axhline(value, color="0.4", linestyle=":", linewidth=1)
         axis.annotate(
             escape_matplotlib(label),
             (0.01, value),
             fontsize=7,
-            # Below the line if a label above it would touch the title.
+            # Put the label below the line if a label above the line would touch the title.
             va="top" if value == highest else "bottom",
             xycoords=("axes fraction", "data"),
         )
@@ -174,12 +189,22 @@ def _choose_marker(num_points: int) -> str:
     return "o" if num_points <= _MAX_MARKERS else ""
 
 
-def _draw_curve(axis: Any, table: Pivot, column: str, look: Mapping[str, Any], top: float) -> None:
-    """Draw one column of a table as a curve. Infinite values are drawn at the height `top`."""
+def _draw_curve(
+    axis: Any, table: Pivot, column: str, line_style: Mapping[str, Any], top: float
+) -> None:
+    """Draw one column of a table as a curve.
+
+    Args:
+        axis: The matplotlib axes.
+        table: The table of scores.
+        column: Name of the column.
+        line_style: Keyword arguments of the matplotlib line.
+        top: Height at which infinite values are drawn.
+    """
     entries = {row: entry for row, at, entry in table.scores() if at == column}
     values = [min(entry.value, top) for entry in entries.values()]
-    marker, colour = _choose_marker(len(table.rows)), look["color"]
-    axis.plot(list(entries), values, marker=marker, markersize=3, **look)
+    marker, colour = _choose_marker(len(table.rows)), line_style["color"]
+    axis.plot(list(entries), values, marker=marker, markersize=3, **line_style)
     hollow = {
         row: value for row, value in zip(entries, values, strict=True) if entries[row].is_degenerate
     }

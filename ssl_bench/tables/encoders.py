@@ -34,8 +34,8 @@ class EncoderTable(Pivot):
 
     Attributes:
         choice: How the block of each score was chosen: "holdout" (on other images than the scored
-            ones) or "oracle" (on the scored images). "block" if only one block of each encoder was
-            scored.
+            ones) or "oracle" (on the scored images). If only one block of each encoder was scored,
+            it is "block".
         series: One record (a stored score) for each column name, which states what is measured.
     """
 
@@ -43,7 +43,7 @@ class EncoderTable(Pivot):
     series: Mapping[str, Record]
 
     def curves(self) -> None:
-        """Return None, because this table has no curves."""
+        """Return None, because this table is not drawn as curves."""
 
     def entry_text(self, entry: Entry) -> str:
         return entry.text() if self.choice == "block" else f"{entry.text()} {blocks_text(entry)}"
@@ -93,7 +93,8 @@ class EncoderTable(Pivot):
 def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) -> EncoderTable:
     """Build a table with one score for each encoder and each group of comparable records.
 
-    `choice` states how the block of each score is chosen: "holdout" or "oracle".
+    A record is a stored score. `choice` states how the block of each score is chosen: "holdout" (on
+    other images than the scored ones) or "oracle" (on the scored images).
     """
     groups = comparable_groups(records)
     columns = column_names([group[0] for group in groups])
@@ -163,7 +164,7 @@ def _notes(
 
 
 def column_names(records: Sequence[Record]) -> list[str]:
-    """Return a short unique column name for each record, such as "voc2012, miou"."""
+    """Return a short unique column name for each record (stored score), such as "voc2012, miou"."""
     metrics = len({record.metric for record in records}) > 1
     names = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
     for field in ("split", "task", "facet", "protocol_label"):
@@ -178,10 +179,13 @@ def column_names(records: Sequence[Record]) -> list[str]:
 
 
 def _extend_equal_names(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
-    """Return column names in which more words are appended to names that are not unique.
+    """Append words to those column names that are not unique, and return all names.
 
-    A name is a list of words, and `words` contains further words for each name. If two columns have
-    the same name and different further words, these are appended to both names.
+    Words are only appended if they distinguish the columns of the same name.
+
+    Args:
+        names: The name of each column, as a list of words.
+        words: For each column, the words that may be appended to its name.
     """
     words_by_name: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
     for name, more in zip(names, words, strict=True):

@@ -30,7 +30,7 @@ from ssl_bench.tables.tasks import task_texts
 
 K = TypeVar("K", bound=Hashable)
 SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
-"""Fields of a record that state what was measured."""
+"""Fields of a record (a stored score) that state what was measured."""
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
 
 
@@ -56,7 +56,7 @@ def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
-    """Return a table title for each group of comparable records.
+    """Return a table title for each group of comparable records (stored scores).
 
     If several groups have the same title, the settings that differ are appended in brackets.
     """
@@ -73,7 +73,7 @@ def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
 
 
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
-    """Return the settings in which a record differs from at least one record in `rivals`.
+    """Return the settings in which a record (a stored score) differs from any record in `rivals`.
 
     Each setting is a text such as "lr=0.1". Settings that the table title already states are left
     out. If the images differ, the last text identifies them by the first digits of their digest,
@@ -94,7 +94,10 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
 
 
 def table_title(record: Record) -> str:
-    """Return a title with the task, metric, dataset, split, kind of feature and protocol."""
+    """Return the title of a table that contains a record (a stored score).
+
+    It states the task, metric, dataset, split, kind of feature and protocol (preset of settings).
+    """
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
         f"{record.facet}, protocol {record.protocol_label}{training_suffix(record)}"
@@ -102,7 +105,7 @@ def table_title(record: Record) -> str:
 
 
 def training_suffix(record: Record) -> str:
-    """Return the part of a table title that states the images on which the probe was trained.
+    """Return the part of a table title that states on which images the probe was trained.
 
     For example, this is ", trained on train (1464 images, 3f9a01)", where 3f9a01 identifies the
     images. It is "" for a probe without training.
@@ -111,12 +114,12 @@ def training_suffix(record: Record) -> str:
 
 
 def metric_with_unit(record: Record) -> str:
-    """Return the metric with its unit, such as "corloc (%)"."""
+    """Return the metric of a record (a stored score) with its unit, such as "corloc (%)"."""
     return f"{record.metric} ({record.unit})" if record.unit else record.metric
 
 
 def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
-    """Return a dictionary from the id of each encoder to a unique name.
+    """Return a unique name for each encoder in the records (stored scores), by the encoder's id.
 
     If several encoders have the same name, the first digits of its id are appended to each name.
     """
@@ -148,7 +151,10 @@ def choose_main_metric(task: str, metrics: Sequence[tuple[str, bool]]) -> str:
 
 
 def series_as_json(record: Record) -> dict[str, Any]:
-    """Return the fields that a record shares with all comparable records, as JSON types."""
+    """Return the fields that a record (a stored score) shares with all records of the same table.
+
+    The values are JSON types.
+    """
     return {
         **{name: getattr(record, name) for name in SERIES},
         "dataset_fingerprint": record.dataset_fingerprint,
@@ -158,7 +164,10 @@ def series_as_json(record: Record) -> dict[str, Any]:
 
 
 def settings_digest(record: Record) -> str:
-    """Return the first twelve hexadecimal digits of the SHA-256 of a record's settings."""
+    """Return twelve hexadecimal digits that identify the settings of a record (a stored score).
+
+    They are the first digits of the SHA-256 of the settings.
+    """
     return hashlib.sha256(_settings_text(record).encode()).hexdigest()[:12]
 
 
@@ -180,7 +189,7 @@ class Entry:
             there are several seeds, or if different blocks were chosen for parts of the images.
         offered_layers: The blocks from which a block was chosen. Empty if no choice was made.
         omitted_seeds: Seeds that are left out, because they were probed at other blocks than the
-            rest.
+            remaining seeds.
         shows_seed_count: Whether the printed text states the number of seeds.
     """
 
@@ -232,7 +241,7 @@ class Entry:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The text, split into the value and the rest, such as ("32.3", "± 1.2 †2").
+        """The printed text, split into the value and the rest, such as ("32.3", "± 1.2 †2").
 
         If there is no rest, the tuple contains only the value.
         """
@@ -246,13 +255,17 @@ class Entry:
 
     @property
     def sort_key(self) -> str:
-        """The value as text that JavaScript can convert to a number, or "" for NaN."""
+        """The value as text that JavaScript can convert to a number for sorting, or "" for NaN."""
         if math.isnan(self.value):
             return ""
         return "Infinity" if self.value == math.inf else str(self.value)
 
     def text(self) -> str:
-        """Return the value as printed text, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]"."""
+        """Return the value as printed text, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]".
+
+        The number after "±" is half of the width of a symmetric 95 % interval. "†2" states that 2 %
+        of the images are degenerate.
+        """
         if math.isnan(self.value):
             return NO_VALUE
         count = len(self.seeds)
@@ -323,7 +336,7 @@ def _format_plain(value: float) -> str:
 
 
 def mean_entry(records: Sequence[Record]) -> Entry:
-    """Return the mean score of records that differ only in the seed."""
+    """Return the mean score of records (stored scores) that differ only in the seed."""
     entries = []
     for record in records:
         low, high = record.ci95 or (None, None)
@@ -335,10 +348,10 @@ def mean_entry(records: Sequence[Record]) -> Entry:
 
 
 def average_entries(entries: Sequence[Entry]) -> Entry:
-    """Return the mean over table entries that belong to different seeds.
+    """Return the mean of table entries that belong to different seeds.
 
-    The ends of the intervals are averaged, so the resulting interval is about as wide as that of a
-    single seed.
+    The ends of the intervals are averaged, so the resulting interval is about as wide as the
+    interval of a single seed.
     """
     return Entry(
         value=sum(entry.value for entry in entries) / len(entries),
@@ -355,7 +368,10 @@ def average_known(values: Sequence[float | None]) -> float | None:
 
 
 def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, Entry]:
-    """Group records by the result of `key`, and average the scores of each group over seeds."""
+    """Group records (stored scores) by the result of `key`, and average each group over seeds.
+
+    The results of `key` are the keys of the returned dictionary.
+    """
     groups: dict[K, list[Record]] = defaultdict(list)
     for record in records:
         groups[key(record)].append(record)
@@ -363,7 +379,7 @@ def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[
 
 
 def show_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
-    """Return copies of the entries, which print their number of seeds if these numbers differ."""
+    """Return copies of table entries, which print their number of seeds if these numbers differ."""
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
@@ -396,7 +412,10 @@ def dagger_meaning(percents: Iterable[float | None]) -> str:
 
 
 def metric_notes(records: Iterable[Record]) -> list[str]:
-    """Return notes that explain words in metric names, such as "oracle"."""
+    """Return notes that explain words in the metric names of the records (stored scores).
+
+    Such words are "oracle", "holdout" and "degenerate".
+    """
     metrics = {record.metric for record in records}
     notes = []
     if any(metric.endswith("_oracle") for metric in metrics):
@@ -413,10 +432,10 @@ def metric_notes(records: Iterable[Record]) -> list[str]:
 
 
 def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
-    """Return a dictionary from the name of each image-independent baseline to its scores.
+    """Return the scores of each image-independent baseline in the records, by name of the baseline.
 
     A baseline, such as "centre box", has several scores if encoders received images of different
-    sizes. They are in ascending order.
+    sizes. Its scores are in ascending order.
     """
     scores: dict[str, set[float]] = defaultdict(set)
     for record in records:
@@ -427,13 +446,16 @@ def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
 
 
 def list_baselines(records: Iterable[Record]) -> tuple[tuple[str, float], ...]:
-    """Return the label and the lowest score of each baseline, such as ("centre box 43.0", 43.0)."""
+    """Return the label and the lowest score of each image-independent baseline in the records.
+
+    An example is ("centre box 43.0", 43.0). A record is a stored score.
+    """
     values = {answer: scores[0] for answer, scores in baselines(records).items()}
     return tuple((f"{answer} {value:.1f}", value) for answer, value in values.items())
 
 
 def baseline_note(records: Sequence[Record]) -> str:
-    """Return a note such as "image-independent baseline (centre box): 31.2".
+    """Return a note on the baselines, such as "image-independent baseline (centre box): 31.2".
 
     It is "" if no record (stored score) has a baseline.
     """
@@ -445,7 +467,10 @@ def baseline_note(records: Sequence[Record]) -> str:
 
 
 def table_notes(records: Sequence[Record]) -> list[str]:
-    """Return the notes below a table: baselines, warnings, and how scores were computed."""
+    """Return the notes below a table: baselines, warnings, and how the scores were computed.
+
+    `records` contains the stored scores of the table.
+    """
     notes = metric_notes(records)
     if baseline := baseline_note(records):
         notes.append(baseline)
@@ -491,7 +516,7 @@ def _block_list(layers: Iterable[int]) -> str:
 
 
 def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
-    """Return one line of text that states how the scores of some records were computed.
+    """Return one line of text that states how the scores in `records` were computed.
 
     It contains the numbers of images, the seeds, the versions of ssl-bench and PyTorch, and the
     devices. Settings in `stated` are left out, because the table title already states them.
@@ -514,10 +539,11 @@ def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
 
 
 def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> str:
-    """Return the recorded image size as the end of a note, such as ", image_size=224".
+    """Return the image size in the records as the end of a note, such as ", image_size=224".
 
     If encoders received images of different sizes, each size is followed by its tasks and encoders
-    in parentheses. Settings in `stated` are left out.
+    in parentheses. If the names of size settings, such as "longer_side", are in `stated`, these
+    settings are left out, because the table title already states them.
     """
     users: dict[str, set[str]] = defaultdict(set)
     for record in records:

@@ -50,11 +50,9 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
 
     Returns:
         The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. None if there are several
-        blocks and none can be chosen, for one of these reasons:
-
-        - A higher value of the metric is not better.
-        - Every block is degenerate (too many images have an arbitrary result).
-        - A held-out choice lacks per-image scores.
+        blocks and none can be chosen. This is the case if a higher value of the metric is not
+        better, or if every block is degenerate (too many images have an arbitrary result). It is
+        also the case if a held-out choice lacks per-image scores.
     """
     by_seed: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.seed):
@@ -76,10 +74,14 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
 
 
 def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Entry | None:
-    """Return the score of the block whose mean over seeds is highest.
+    """Return the score of the block whose mean over seeds is highest, or None if there is none.
 
-    If there are several blocks, those that are degenerate are left out. A block is degenerate if
-    the results of more than half of the images are arbitrary. If no block is left, return None.
+    If there are several blocks, degenerate ones are left out. A block is degenerate if the results
+    of more than half of the images are arbitrary.
+
+    Args:
+        seeds: The records (stored scores) of each seed.
+        layers: Indices of the blocks to choose from.
     """
     entries = [
         mean_entry([record for seed in seeds for record in seed if record.layer == layer])
@@ -94,9 +96,10 @@ def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Ent
 
 
 def _held_out_entry(seeds: Sequence[Sequence[Record]], store: ResultStore) -> Entry | None:
-    """Return the mean score over seeds, each of which chooses its own block on held-out images.
+    """Return the mean score over seeds, where each seed chooses its own block on held-out images.
 
-    Return None if no block can be chosen for one of the seeds.
+    `seeds` contains the records (stored scores) of each seed. Return None if no block can be chosen
+    for one of the seeds.
     """
     choices = [_held_out_choice(seed, store) for seed in seeds]
     entries = [entry for entry in choices if entry is not None]
@@ -112,7 +115,7 @@ def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | N
     if len(set(layers)) == 1:
         return mean_entry([by_layer[layers[0]]])
     estimate = curve.estimate(mixed)
-    # All folds have the same size, so the mean over folds weights all images equally.
+    # Folds differ by at most one image, so their mean weights all images about equally.
     shares = [by_layer[layer].degenerate_percent for layer in layers]
     return Entry(
         estimate.value,
@@ -123,7 +126,13 @@ def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | N
 
 
 def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
-    """Return notes on how the block of each score in a table was chosen."""
+    """Return notes for a table on how the block of each score was chosen.
+
+    Args:
+        entries: The scores of the table.
+        choice: "holdout" (blocks were chosen on other images than the scored ones) or "oracle" (on
+            the scored images).
+    """
     notes = [CHOICE_NOTES[choice]] if any(len(e.offered_layers) > 1 for e in entries) else []
     if choice == "holdout":
         notes += mixed_notes(e.records[0].metric for e in entries if len(e.layers) > 1)
@@ -134,8 +143,8 @@ def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
         )
     if omitted := sorted({seed for entry in entries for seed in entry.omitted_seeds}):
         notes.append(
-            f"seed {', '.join(map(str, omitted))} is left out where it was probed at other blocks "
-            "than the seeds shown"
+            f"seed {', '.join(map(str, omitted))} is left out of scores for which it was probed at "
+            "other blocks than the remaining seeds"
         )
     return notes
 
@@ -148,9 +157,10 @@ def _seeds_differ(entry: Entry) -> bool:
 
 
 def mixed_notes(metrics: Iterable[str]) -> list[str]:
-    """Return a note that explains why mean IoU may be low if a held-out choice uses several blocks.
+    """Return a note on mean IoU for tables in which a held-out choice uses several blocks.
 
-    The list is empty if none of the metrics is mean IoU.
+    The note explains why such a mean IoU may be low. The list is empty if none of the metrics is
+    mean IoU.
     """
     if not any(metric.startswith("miou") for metric in metrics):
         return []
@@ -172,9 +182,10 @@ def blocks_text(entry: Entry) -> str:
 def show_seed_counts_by_column(
     entries: Mapping[tuple[str, str], Entry],
 ) -> dict[tuple[str, str], Entry]:
-    """Return copies of the entries, which print their number of seeds if these numbers differ.
+    """Apply `show_seed_counts` to each column of a table separately.
 
-    Each column is treated separately. The keys of `entries` are pairs (row, column).
+    The text of an entry then states its number of seeds if this number differs within the column.
+    The keys of `entries` are pairs (row, column).
     """
     counted: dict[tuple[str, str], Entry] = {}
     for column in dict.fromkeys(column for _, column in entries):

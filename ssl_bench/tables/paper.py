@@ -37,11 +37,12 @@ class PaperTable(Pivot):
     """A published table in which each cell also shows our score, if there is one.
 
     Attributes:
-        derived: Our values that are not stored as records, by (row, column): numbers computed from
-            training logs, and differences between rows.
-        choice: How the block of each score is chosen: "holdout" or "oracle". If None, each column
-            uses its own `PublishedColumn.choice`. Columns whose own choice is "last" always show
-            the last block.
+        published: The published table.
+        derived: Our values that are not stored as records (scores of probes), by (row, column).
+            They are numbers computed from training logs, and differences between rows.
+        choice: How the block of each score is chosen: "holdout" (on other images than the scored
+            ones) or "oracle" (on the scored images). If None, each column uses its own
+            `PublishedColumn.choice`. Columns whose own choice is "last" always show the last block.
     """
 
     published: PublishedTable
@@ -49,7 +50,7 @@ class PaperTable(Pivot):
     choice: str | None
 
     def curves(self) -> None:
-        """Return None, because this table has no curves."""
+        """Return None, because this table is not drawn as curves."""
 
     def sheet(self) -> Sheet:
         """Return the table to print, with cells "published | ours". No cell is marked as best."""
@@ -109,7 +110,11 @@ class PaperTable(Pivot):
         }
 
     def _cells(self) -> Iterator[tuple[dict[str, Any], Entry | float | None]]:
-        """Yield each cell of the published table with our score, or None if we have no score."""
+        """Yield each cell of the published table with our score, or None if we have no score.
+
+        A cell is a dictionary with the row, the column and the published value. Our score is a
+        number instead of an `Entry` if it is not stored as a record.
+        """
         for row in self.rows:
             for column in self.columns:
                 key = (row, column)
@@ -195,8 +200,14 @@ def _find_series(
 ) -> list[list[Record]]:
     """Return the groups of comparable records that measure the quantity of a published column.
 
-    Groups that are closer to the paper come first: above all those with its protocol (preset of
-    settings), then those with its metric, then those with unchanged settings.
+    A record is a stored score. The groups that are closest to the paper come first. Groups with the
+    protocol (preset of settings) of the paper are closest. Groups with equal protocols are sorted
+    by whether they have the metric of the column, and then by whether their settings are unchanged.
+
+    Args:
+        column: The published column.
+        records: The records to group.
+        paper: Name of the paper and of its protocol.
     """
 
     def distance(group: Sequence[Record]) -> tuple[bool, bool, bool, int, int, int]:
@@ -224,9 +235,10 @@ def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
 
 
 def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
-    """Return the names of the columns, grouped by how their block is chosen.
+    """Return the names of the columns, grouped by how the block of their scores is chosen.
 
-    The keys are "holdout", "oracle" and "last" (see `PublishedColumn.choice`).
+    The keys are "holdout", "oracle" and "last" (see `PublishedColumn.choice`). `choice` replaces
+    the choice of all columns except "last", unless it is None.
     """
     columns: dict[str, list[str]] = {}
     for column in published.columns:
@@ -239,10 +251,15 @@ def _derive_numbers(
     entries: Mapping[tuple[str, str], Entry],
     runs: Mapping[str, Path],
 ) -> dict[tuple[str, str], float]:
-    """Return those of our values that no record stores, by (row, column).
+    """Return our values that are not stored as records (scores of probes), by (row, column).
 
     They are numbers computed from training logs, and differences between rows. Values that cannot
     be computed are left out.
+
+    Args:
+        published: The published table.
+        entries: Our scores from records, by (row, column).
+        runs: Folder of our pretraining run for each row name.
     """
     derived: dict[tuple[str, str], float] = {}
     for column in published.columns:
@@ -262,15 +279,16 @@ def _derive_numbers(
 def _experiment_notes(table: PaperTable, unused: Mapping[str, Sequence[str]]) -> list[str]:
     """Return notes that describe the published experiment and ours.
 
-    `unused` contains, by column name, descriptions of records that also measure the column but are
-    not shown in it.
+    `unused` describes, by column name, our scores that also measure the column but are not shown in
+    it.
     """
     published = table.published
     records = [record for entry in table.entries.values() for record in entry.records]
     comes_from_runs = records and all(record.task == SUPERVISED for record in records)
     pretraining = "" if comes_from_runs else " Records do not state how an encoder was pretrained."
     notes = [
-        f"ours is not the published experiment in any cell.{pretraining} Other differences follow",
+        f"our experiment differs from the published one in every cell.{pretraining} The known "
+        "differences are listed below",
         f"published: {published.setup}. Not stated: {published.unknown}",
     ]
     if published.doubts:
@@ -322,7 +340,13 @@ def _block_notes(table: PaperTable) -> list[str]:
 def _missing_notes(
     table: PaperTable, encoders: Mapping[str, Record], records: Sequence[Record]
 ) -> list[str]:
-    """Return notes on how our scores were computed, and on how to fill empty rows and columns."""
+    """Return notes on how our scores were computed, and on how to fill empty rows and columns.
+
+    Args:
+        table: The table with published values and our scores.
+        encoders: A record (stored score) of our encoder for each row name.
+        records: All records.
+    """
     notes, columns = [], table.published.columns
     if scores := table.entries.values():
         notes.append(provenance([record for entry in scores for record in entry.records]))

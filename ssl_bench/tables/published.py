@@ -14,7 +14,7 @@ from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.run_logs import RUN_MEASURES
 
 RUN = "run"
-"""Task of a column that is computed from the log of a pretraining run, not from records."""
+"""Task of a column that is computed from the log of a pretraining run, not by a probe."""
 DIFFERENCE = "difference"
 """Task of a column that contains the differences between rows of another column."""
 LAST = "last"
@@ -36,9 +36,9 @@ class PublishedColumn:
         task: Name of a probe, or "supervised" (accuracy of a supervised pretraining run), "run"
             (number from a training log) or "difference" (between rows of another column). Empty if
             ssl-bench cannot measure the column.
-        dataset: Name of the dataset as in records, or "".
+        dataset: Name of the dataset as in records (stored scores), or "".
         metric: Name of the metric as in records, or "".
-        facets: Kinds of features that match those of the paper. An empty tuple allows every kind.
+        facets: Kinds of features that match the paper. An empty tuple allows every kind.
         num_images: Number of images in the full split, or None if unknown or if no split is scored.
             The paper is assumed to use all images, because papers do not always state this.
         probe: Overrides for the command `ssl-bench probe` that measures the column.
@@ -49,8 +49,8 @@ class PublishedColumn:
             None if a block must be chosen.
         choice: How the paper chose the block: "oracle" (on the scored images), "last", or "holdout"
             if the paper does not state it.
-        of: For a column of differences, the name of the column whose values are subtracted.
-        reference: For a column of differences, the name of the row that each row is compared with.
+        of: For a column of differences, the name of the column in which rows are compared.
+        reference: For a column of differences, the name of the row with which each row is compared.
         is_loss: Whether a difference is the reference minus the row, instead of the row minus the
             reference.
     """
@@ -89,8 +89,8 @@ class PublishedColumn:
     def block(self, depth: int | None) -> int | None:
         """Return the index of the block to score in an encoder with `depth` blocks.
 
-        Return None if a block must be chosen. If the encoder has fewer blocks than the paper's, the
-        index is clipped to the existing blocks.
+        Return None if the paper states no block, so that one must be chosen. If the encoder has
+        fewer blocks than the encoder of the paper, the index is clipped to the existing blocks.
         """
         if self.layer is None or depth is None:
             return self.layer
@@ -99,7 +99,8 @@ class PublishedColumn:
     def is_measured_by(self, record: Record) -> bool:
         """Return whether a record (a stored score) measures the same quantity as this column.
 
-        The protocol (preset of settings) and the number of images may differ.
+        The task, metric, dataset and kind of feature must match. The protocol (preset of settings)
+        and the number of images may differ.
         """
         names = (record.task, _metric_family(record.metric))
         if names != (self.task, _metric_family(self.metric)):
@@ -240,7 +241,10 @@ def describe_experiments(table: PublishedTable, column: PublishedColumn, record:
 
 
 def describe_settings(record: Record) -> str:
-    """Describe how a score was computed, by the settings that papers usually report."""
+    """Describe how a record (a stored score) was computed, by settings that papers usually report.
+
+    An example is "4 images of voc2012 trainval, protocol reference, key features, 224 px".
+    """
     settings = record.settings
     words = [
         f"{record.num_images:,} images of {record.dataset} {record.split}",

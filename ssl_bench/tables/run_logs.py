@@ -29,7 +29,12 @@ _PERCENTAGES = re.compile(r"((knn|val|train)_top|letters_|strings_)\d+|data_wait
 
 
 class RunState(NamedTuple):
-    """Progress of a pretraining run. `step` is the number of completed optimizer steps."""
+    """Progress of a pretraining run.
+
+    Attributes:
+        step: Number of completed optimizer steps.
+        is_finished: Whether the run has completed all of its epochs or steps.
+    """
 
     step: int
     is_finished: bool
@@ -54,9 +59,9 @@ def read_run_state(folder: Path) -> RunState | None:
 
 
 class LoggedCurve(NamedTuple):
-    """Values of one logged measure, such as the loss, at ascending steps.
+    """Values of one logged measure, such as the loss, at ascending steps of a pretraining run.
 
-    A value is NaN where the log contains null or an infinite number.
+    A value is NaN if the log contains null or an infinite number at this step.
     """
 
     steps: Int64[np.ndarray, " values"]
@@ -128,22 +133,23 @@ class RunLog:
         return [f"{n:,} {noun}{'s' * (n > 1)} {what}" for n, noun, what in counts if n]
 
     def logs_every_step(self, measure: str) -> bool:
-        """Return whether every row of the log contains a measure.
+        """Return whether every row of the log contains the measure with this name, such as "loss".
 
         Measures of monitors, which evaluate the encoder during training, are only in some rows.
         """
         return len(self.curves[measure].steps) == len(self.steps)
 
     def shorten(self, measure: str, ends: Sequence[int]) -> dict[int, StepMean]:
-        """Return one value of a measure for each interval of steps, such as its mean (`StepMean`).
+        """Return one value of a measure for each interval of steps, usually its mean (`StepMean`).
 
-        Intervals without a logged value are left out. If the measure is logged at every step, such
-        an interval becomes NaN instead, so that a drawn line has a gap. Intervals after the last
-        logged step are always left out.
+        Intervals without a logged value are left out. If the measure is logged at every step, the
+        value of such an interval is NaN instead, so that a drawn line has a gap. Intervals after
+        the last logged step are always left out.
 
         Args:
             measure: Name of the measure, such as "loss".
-            ends: Last step of each interval, in ascending order. The keys of the result.
+            ends: Last step of each interval, in ascending order. These steps are the keys of the
+                result.
         """
         steps, values = self.curves[measure]
         is_dense = self.logs_every_step(measure)
@@ -169,7 +175,7 @@ def _summarise(values: Float64[np.ndarray, " values"], *, is_dense: bool) -> Ste
 
 
 def interval_ends(last_step: int, max_count: int) -> list[int]:
-    """Divide steps 1 to `last_step` into intervals, and return the last step of each.
+    """Divide steps 1 to `last_step` into intervals, and return the last step of each interval.
 
     There are at most `max_count` intervals, whose lengths differ by at most one step.
     """
@@ -198,7 +204,7 @@ def sort_measures(logs: Iterable[RunLog]) -> list[str]:
 def is_monitored(measure: str, logs: Iterable[RunLog]) -> bool:
     """Return whether a measure comes from a monitor, which evaluates the encoder during training.
 
-    Such a measure is recognised by the fact that it is not logged at every step.
+    Such a measure is recognised by the fact that none of the logs contains it at every step.
     """
     return not any(measure in log.curves and log.logs_every_step(measure) for log in logs)
 
@@ -206,8 +212,9 @@ def is_monitored(measure: str, logs: Iterable[RunLog]) -> bool:
 def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
     """Read the logs of pretraining runs.
 
-    Each address is the folder of a run or a folder that contains such folders. Logs without any
-    row, such as those of runs that have just started, are left out. A message names them.
+    Each element of `addresses` is the folder of a run or a folder that contains such folders. Logs
+    without any row are left out, and a message names them. For example, a run that has just started
+    has such a log.
 
     Raises:
         DataError: A folder contains no run, or no log contains a row.
@@ -240,13 +247,19 @@ def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
 
 
 def find_run_folders(folder: Path) -> list[Path]:
-    """Return the folders of runs that a folder contains, in natural order of their names."""
+    """Return the folders of pretraining runs that are directly inside `folder`.
+
+    They are sorted by name, with `run2` before `run10`.
+    """
     found = [path.parent for path in folder.glob(f"*/{LOG}") if path.is_file()]
     return sorted(found, key=lambda path: natural_sort_key(path.name))
 
 
 def _read_run_log(folder: Path, name: str) -> RunLog | None:
-    """Read the log of a run. Return None if no row contains a measure."""
+    """Read the log of the run in `folder`, and give it the name `name`.
+
+    Return None if no row of the log contains a measure, such as the loss.
+    """
     steps, epochs = array("q"), array("q")
     columns: dict[str, tuple[array[int], array[float]]] = {}
     num_damaged = 0
@@ -296,7 +309,8 @@ def _read_run_log(folder: Path, name: str) -> RunLog | None:
 def _last_of_each_step(steps: Any, values: Any) -> tuple[Any, Any]:
     """Sort logged values by step, and keep only the last value of each step.
 
-    Infinite values become NaN. Return the steps and their values.
+    `steps` and `values` are arrays in the order of the log file. Return the sorted steps and their
+    values. Infinite values become NaN.
     """
     if values.dtype == np.float64:
         values[~np.isfinite(values)] = math.nan
@@ -321,7 +335,7 @@ class RunMeasure(NamedTuple):
     Attributes:
         description: Text for the notes of a table.
         compute: Function that computes the number from the run's configuration and log.
-        digits: Format specification of the number in a table.
+        digits: Format specification of the number in a table, such as ".1f".
     """
 
     description: str
@@ -334,7 +348,7 @@ def _copied_letters(config: Mapping[str, Any], log: RunLog) -> float:
 
 
 def _training_days(config: Mapping[str, Any], log: RunLog) -> float:
-    """Return the total duration of all optimizer steps in days, without evaluations in between."""
+    """Return the duration of all optimizer steps of a run in days, without evaluations."""
     if log.num_missing:
         raise ValueError("some steps are missing")
     rates = log.curves["images_per_second"].values
@@ -342,9 +356,10 @@ def _training_days(config: Mapping[str, Any], log: RunLog) -> float:
 
 
 def _loss_at(curve: str, percent: int) -> RunMeasure:
-    """Return the definition of a measure: a loss after `percent` % of the steps of a run.
+    """Return the definition of a measure: the loss of a run after `percent` % of its steps.
 
-    The value is the same as in the table of `ssl-bench table --over-steps`.
+    `curve` is the name of the loss in the log. The value is the same as in the table of `ssl-bench
+    table --over-steps`.
     """
 
     def compute(config: Mapping[str, Any], log: RunLog) -> float:
@@ -375,11 +390,14 @@ RUN_MEASURES = {
         for percent in (25, 50, 75, 100)
     },
 }
-"""Measures by metric name. They fill those columns of published tables whose task is "run"."""
+"""Numbers that can be computed from a training log, by metric name.
+
+They fill those columns of published tables whose task is "run".
+"""
 
 
 def read_run_measure(metric: str, folder: Path) -> float | None:
-    """Compute one of `RUN_MEASURES` for the run in a folder.
+    """Compute the measure `metric`, one of `RUN_MEASURES`, for the pretraining run in a folder.
 
     Return None if the run is unfinished, or if its log lacks the necessary values.
     """

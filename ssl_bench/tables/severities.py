@@ -35,11 +35,11 @@ class SeverityTable(Pivot):
 
     @cached_property
     def common_severities(self) -> tuple[int, ...]:
-        """The severities over which `drop` averages. `CLEAN` is not one of them.
+        """The severities over which the method `drop` averages. `CLEAN` is not one of them.
 
         These are the severities at which all blocks were scored, so that the drops of blocks are
-        comparable. Blocks without a clean score, or without any score on corrupted images, are
-        ignored.
+        comparable. Blocks without a score on clean images, or without any score on corrupted
+        images, are ignored.
         """
         probed = [{at for row, at in self.entries if row == layer} for layer in self.rows]
         corrupted = [some - {CLEAN} for some in probed if CLEAN in some and len(some) > 1]
@@ -56,7 +56,7 @@ class SeverityTable(Pivot):
 
     @property
     def incomplete_note(self) -> str:
-        """A note on the blocks without a score at some severity, or "" if there are none."""
+        """A note on the blocks that lack a score at some severity, or "" if there are none."""
         if not self.incomplete_layers:
             return ""
         blocks = ", ".join(map(str, self.incomplete_layers))
@@ -67,7 +67,7 @@ class SeverityTable(Pivot):
         )
 
     def drop(self, layer: int) -> float | None:
-        """Return the relative drop of a block's score from clean to corrupted images, in percent.
+        """Return by how many percent the score of a block drops from clean to corrupted images.
 
         The drop is 100 (1 - mean / clean). Here, clean is the score on clean images, and mean is
         the mean score over `common_severities`. The drop is None in these cases:
@@ -174,8 +174,8 @@ class SeverityTable(Pivot):
 def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
     """Return tables of scores over the severities of image corruptions.
 
-    There is one table per encoder, corruption and group of comparable records. The column `CLEAN`
-    contains the scores on the same images without corruption.
+    There is one table per encoder, corruption and group of comparable records (stored scores). The
+    column `CLEAN` contains the scores on the same images without corruption.
 
     Raises:
         DataError: There are no records of corrupted images.
@@ -221,9 +221,9 @@ def _severity(record: Record) -> int:
 
 
 def _as_clean(record: Record) -> Record:
-    """Return a copy of a record in which dataset and settings are those of the clean images.
+    """Return a copy of a record (a stored score) with the dataset and settings of clean images.
 
-    The copy makes it possible to group scores on clean and on corrupted images together.
+    Such copies make it possible to group scores on clean images with scores on corrupted images.
     """
     if record.corrupted is None:
         return replace(record)

@@ -23,7 +23,7 @@ PROGRAM_FORMATS = ("csv", "json", "parquet")
 """Formats for programs. They contain unrounded values."""
 FORMATS = (*STYLES, *PROGRAM_FORMATS)
 NO_VALUE = "\N{EN DASH}"
-"""Text of a cell whose value is not a number."""
+"""Text of a cell whose value is NaN."""
 _MAX_LINE_WIDTH = 100
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 
@@ -82,7 +82,7 @@ class Table(ABC):
 
 
 def default_format() -> str:
-    """Return the default style: "terminal" if stdout can print bold text, otherwise "text"."""
+    """Return the default format: "terminal" if stdout can print bold text, otherwise "text"."""
     # stdout is None if a service manager has closed it.
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return "terminal" if is_terminal and os.environ.get("TERM", "dumb") != "dumb" else "text"
@@ -235,8 +235,11 @@ def _format_latex(sheet: Sheet) -> str:
 def _emphasise(cell: Cell, bold: str, escape: Callable[[str], str], underline: str = "{}") -> str:
     """Return the escaped text of a cell: the best score in bold, the second-best underlined.
 
-    `bold` and `underline` are format strings such as "**{}**". By default, the second-best score is
-    not underlined.
+    Args:
+        cell: The cell.
+        bold: Format string of bold text, such as "**{}**".
+        escape: Function that escapes special characters.
+        underline: Format string of underlined text. By default, text is not underlined.
     """
     value, space, dagger = cell.text.partition(" †")
     emphasis = bold if cell.is_best else underline if cell.is_second else "{}"

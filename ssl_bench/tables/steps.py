@@ -29,6 +29,9 @@ class LoggedEntry(Entry):
     If the measure is logged at every step, the value is its mean over several steps. `low` and
     `high` are one standard deviation below and above the mean. Otherwise, the value is the latest
     one of these steps, and `low` and `high` are None.
+
+    Attributes:
+        measure: Name of the measure, such as "loss".
     """
 
     measure: str = ""
@@ -47,7 +50,10 @@ class LoggedEntry(Entry):
 
 
 def format_logged(value: float, unit: str) -> str:
-    """Return a logged value as printed text, such as "2.307", "12,345" or "71.3"."""
+    """Return a logged value as printed text, such as "2.307", "12,345" or "71.3".
+
+    `unit` is "%" for a percentage, or "" for a plain number.
+    """
     if math.isnan(value):
         return NO_VALUE
     if unit:
@@ -109,7 +115,7 @@ class StepTable(Pivot):
         ]
 
     def curves_by_measure(self) -> list[Pivot]:
-        """Return one table per measure, with runs as columns, to be drawn as curves."""
+        """Return one table per measure, with runs as columns, which are drawn as curves."""
         tables = []
         for measure in self.measures:
             table = pivot_logs(self.logs, [measure], MAX_POINTS, title=measure)
@@ -135,9 +141,9 @@ def step_table(logs: Sequence[RunLog], metric: str | None, *, has_all: bool) -> 
 
     Args:
         logs: Logs of pretraining runs.
-        metric: Names of measures, separated by commas. None selects the loss and the measures of
-            monitors, which evaluate the encoder during training.
-        has_all: Whether None selects all measures instead.
+        metric: Names of measures, separated by commas. By default, the loss and the measures of
+            monitors, which evaluate the encoder during training, are selected.
+        has_all: Whether all measures are selected if `metric` is None.
 
     Raises:
         ConfigurationError: No run logs a measure of this name.
@@ -159,7 +165,8 @@ def pivot_logs(
 ) -> StepTable:
     """Return a table of training logs, in which each row summarises an interval of steps.
 
-    There are at most `max_rows` intervals, whose lengths differ by at most one step.
+    There are at most `max_rows` intervals, whose lengths differ by at most one step. `measures`
+    contains the names of the logged measures to show, such as "loss".
     """
     ends = interval_ends(max(log.last_step for log in logs), max_rows)
     entries = {
@@ -186,11 +193,17 @@ def pivot_logs(
 def describe_rows(
     logs: Sequence[RunLog], measures: Sequence[str], ends: Sequence[int]
 ) -> list[str]:
-    """Return notes on how a row combines the values of several steps, and on damaged logs."""
+    """Return notes on how a table row summarises several steps, and on damaged logs.
+
+    Args:
+        logs: The training logs of the table.
+        measures: Names of the measures in the table.
+        ends: Last step of each row, in ascending order.
+    """
     notes = []
     if ends[0] > 1:
         names = {True: "latest value", False: "mean"}
         for is_latest, what in names.items():
             if own := [name for name in measures if is_monitored(name, logs) == is_latest]:
-                notes.append(f"{', '.join(own)}: {what} since the step of the row above")
+                notes.append(f"{', '.join(own)}: {what} of the steps since the row above")
     return [*notes, *(f"{log.name}: {', '.join(log.problems)}" for log in logs if log.problems)]

@@ -80,5 +80,10 @@ def choose_styles(skipless: Mapping[str, bool]) -> dict[str, Style]:
 
 
 def lacks_skips(name: str, architecture: Mapping[str, Any]) -> bool:
-    """Return whether an encoder lacks skip connections, judging by its architecture or name."""
+    """Return whether an encoder lacks skip connections, judging by its configuration or its name.
+
+    Args:
+        name: Name of the encoder or of its run.
+        architecture: Configuration of the encoder (see `SKIPS`).
+    """
     return any(architecture.get(skip) is False for skip in SKIPS) or bool(_NO_SKIP.search(name))

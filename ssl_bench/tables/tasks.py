@@ -22,7 +22,7 @@ class TaskTexts:
             represents the task in overviews.
         strip_tile: For pictures that consist of several tiles (images), the index of the tile that
             a strip shows. A strip is a row of small pictures in a report.
-        finds_objects: Whether the score of an image states if an object was found in it.
+        finds_objects: Whether the score of each image states how well an object was found in it.
         rank: Sort key for the pictures of tasks in a report. Tasks of equal rank are sorted by
             name.
     """
