@@ -12,6 +12,7 @@ from ssl_bench.cli.parser import build_parser, command_parsers
 from ssl_bench.composition.choices import choices
 from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
 from ssl_bench.results import ResultStore
+from tests.cli.test_hints import REQUIRED
 from tests.support.faults import class_folders, expect_error
 
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
@@ -124,15 +125,6 @@ def test_every_command_has_a_help_and_a_debug_flag():
         assert "{}" not in text
         assert ("KEY=VALUE (e.g. " in text) == (name in ("probe", "sweep", "pretrain"))
     assert "probe.tau=0.3 or probe.neighbours=[10,20]" in commands["sweep"].format_help()
-
-
-REQUIRED = {
-    "probe": ["--task", "pca"],
-    "features": ["--out", "x"],
-    "compare": ["a"],
-    "data": ["list"],
-    "completion": ["bash"],
-}
 
 
 def test_the_version_is_printed(capsys):
