@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound="EncoderConfig")
 # Fields of ViTConfig that were keys of `init_options` in earlier versions.
 _FORMER_INIT_OPTIONS = {"mlp_mean", "mlp_input_std"}
-# Import paths of the built-in encoders, attentions and grayings. A module is imported when its name
-# is used. Installed packages add names with entry points (docs/extending.md).
+# Import paths of the built-in encoders, attention modules and token graying modules. A module is
+# imported when its name is used. Packages add names by entry points (docs/extending.md).
 _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     # Subclasses of `EncoderConfig`, by their `kind`.
     "model": {
@@ -375,7 +375,7 @@ def config_from_dict(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
 
 
 def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None:
-    """Raise an error if one field of a configuration is not a multiple of another field.
+    """Raise ConfigurationError if a field of a configuration is not a multiple of another field.
 
     The error message suggests the nearest multiples.
     """
@@ -391,7 +391,7 @@ def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None
 
 
 def check_layers(name: str, layers: Sequence[int] | None, depth: int) -> None:
-    """Raise an error unless a field is None or a non-empty list of valid block indices.
+    """Raise ConfigurationError unless a field is None or a non-empty list of block indices.
 
     Args:
         name: Name of the field, for the error message.

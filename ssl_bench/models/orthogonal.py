@@ -315,6 +315,8 @@ def _double(
 ) -> Tensor:
     """Return phi(2^n X) for each matrix X in `small`, where n is its entry in `doublings`.
 
+    Here, phi(S) = (exp(S) - I) S^-1.
+
     Args:
         small: Matrices whose norm is small enough for the Taylor polynomial of phi.
         doublings: Number of doublings of each matrix.
@@ -331,9 +333,9 @@ def _double(
 
 
 def _count_doublings(skew: Square, maximum: int) -> Int64[Tensor, "*batch 1 1"]:
-    """Return how often each matrix must be halved until the Taylor polynomial of phi is accurate.
+    """Return how often each matrix must be halved until a Taylor polynomial is accurate for it.
 
-    The result is at most `maximum`.
+    This is the Taylor polynomial of phi(S) = (exp(S) - I) S^-1. The result is at most `maximum`.
     """
     exponent = torch.log2(_norm_bound(skew) / _largest_norm(skew.dtype)).ceil().nan_to_num(0.0)
     return exponent.clamp(0, maximum).long()
@@ -345,7 +347,10 @@ def _norm_bound(skew: Square) -> Float[Tensor, "*batch 1 1"]:
 
 
 def _largest_norm(dtype: torch.dtype) -> float:
-    """Return the largest matrix norm for which `_taylor` is exact up to rounding."""
+    """Return the largest norm of a matrix for which `_taylor` is exact up to rounding.
+
+    `_taylor` computes a Taylor polynomial of phi(S) = (exp(S) - I) S^-1.
+    """
     return (torch.finfo(dtype).eps * math.factorial(_DEGREE + 1)) ** (1 / (_DEGREE + 1))
 
 

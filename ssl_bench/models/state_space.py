@@ -158,7 +158,7 @@ class StateSpaceConfig(EncoderConfig):
 
     @property
     def inner_dim(self) -> int:
-        """Number of channels in a mixer, which is twice the width of the model."""
+        """Number of channels in a Mamba mixer, which is twice the width of the model."""
         return _EXPANSION * self.dim
 
 
@@ -293,7 +293,7 @@ Mixer = Mamba1Mixer | Mamba2Mixer
 
 
 class StateSpaceBlock(nn.Module):
-    """A mixer with a norm before it and a skip connection: x + mixer(RMSNorm(x))."""
+    """A Mamba mixer after a norm, with a skip connection: x + mixer(RMSNorm(x))."""
 
     def __init__(self, config: StateSpaceConfig) -> None:
         super().__init__()

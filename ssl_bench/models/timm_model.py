@@ -304,7 +304,10 @@ def shape_of_model(model: Any) -> Shape:
 
 
 def create(config: TimmConfig, device: str | None = None) -> Any:
-    """Create a timm model from a configuration. The global random state does not change."""
+    """Create a timm model from a configuration. The global random state does not change.
+
+    `device` is "meta" for a model without memory for its weights.
+    """
     if not timm.is_model(config.name):
         raise ConfigurationError(
             f"model.name must be a model of timm {timm.__version__}, got {config.name!r}. "

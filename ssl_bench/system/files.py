@@ -62,7 +62,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def write_text_atomically(path: Path, text: str) -> None:
     """Write text as UTF-8 so that a crash or a full disk never leaves a partial file.
 
-    Bytes of file names that are not UTF-8 are written unchanged.
+    If the text contains a file name that is not valid UTF-8, its bytes are written unchanged.
     """
     write_atomically(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 

@@ -212,7 +212,7 @@ def out_of_memory_error(error: BaseException, command: str) -> MachineError:
 
 _SHARED_MEMORY = "/dev/shm"
 _CGROUPS = Path("/sys/fs/cgroup")
-# Files with the memory limit and the memory use of a control group, for versions 2 and 1.
+# Files with the memory limit and the memory use of a control group, for cgroup versions 2 and 1.
 _LIMIT_FILES = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),

@@ -61,10 +61,12 @@ def resolve_file(uri: str) -> Path:
     if is_number and (file := folder / epoch_file_name(int(epoch))).is_file():
         return file
     epochs = sorted(n for other in folder.iterdir() if (n := parse_epoch(other)) is not None)
-    stored = ", ".join(f"@{n}" for n in epochs) or "none (train.keep_epochs, train.keep_every)"
+    stored = (
+        ", ".join(f"@{n}" for n in epochs) or "none (see train.keep_epochs and train.keep_every)"
+    )
     pattern = f", or '{folder}/epoch*' for all of them" if epochs else ""
     raise CheckpointError(
-        f"{folder} has no encoder of epoch {epoch}, expected one of {stored}, or {folder} for its "
+        f"{folder} has no encoder of epoch {epoch}. Stored epochs: {stored}. Type {folder} for the "
         f"last encoder{pattern}"
     )
 
@@ -86,7 +88,10 @@ def display_name(path: Path) -> str:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Expand file patterns and comma-separated lists to encoder addresses, without duplicates."""
+    """Expand file patterns and comma-separated lists to encoder addresses, without duplicates.
+
+    Examples are "runs/*" and "runs/a,runs/b".
+    """
     uris: list[str] = []
     for pattern in (part for text in patterns for part in _split_list(text)):
         # A shell expands RUN/epoch* to weights files and to their .sha256 files.
@@ -118,7 +123,7 @@ def _split_list(text: str) -> list[str]:
 def _exists(text: str) -> bool:
     """Return whether a text is an existing path or a pattern with matches.
 
-    A final @EPOCH is ignored.
+    A final epoch, as in "runs/a@200", is ignored.
     """
     names = (text, re.sub(r"@\d{1,9}$", "", text))
     paths = [str(expand_path(name)) for name in names if name]

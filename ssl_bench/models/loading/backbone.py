@@ -353,7 +353,10 @@ def _is_counter(key: str, value: Tensor) -> bool:
 
 
 def _common_prefix(names: Sequence[str]) -> str:
-    """Return the longest common prefix of all names that ends with a dot or a slash."""
+    """Return the longest prefix that all names share and that ends with a dot or a slash.
+
+    It is "" if there is no such prefix.
+    """
     common = os.path.commonprefix(names)  # noqa: RUF071 - cut at a whole part in the next line
     return common[: max(common.rfind("."), common.rfind("/")) + 1]
 

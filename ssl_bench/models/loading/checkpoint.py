@@ -186,7 +186,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
     """
     metadata = read_metadata(path)
     config = _read_config(path, metadata)
-    # Checkpoints of models whose blocks may differ in stride state all strides.
+    # If the blocks of a model may differ in stride, its checkpoint contains all strides.
     text = metadata.get("strides", "[]")
     try:
         strides = json.loads(text)
@@ -249,7 +249,10 @@ def _read_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file, such as `format`, `version` and `config`."""
+    """Return the metadata in the header of a safetensors file, as texts.
+
+    In a checkpoint of this suite, the keys are `format`, `version`, `config` and others.
+    """
     _check_readable(path)
     try:
         with safetensors.safe_open(path, framework="np") as file:
@@ -355,7 +358,7 @@ def _sidecar_path(path: Path) -> Path:
 
 
 def _exists(sidecar: Path) -> bool:
-    """Return whether a .sha256 file exists."""
+    """Return whether the .sha256 file `sidecar` exists."""
     try:
         return sidecar.is_file()
     except OSError:  # With the suffix, the file name is too long.

@@ -282,7 +282,10 @@ def _load_normalized(uri: str) -> Encoder:
 
 
 def load_path(uri: str) -> Encoder:
-    """Load a checkpoint of this suite, a demo encoder, or a weights file of another project."""
+    """Load a checkpoint of this suite, a demo encoder, or a weights file of another project.
+
+    `uri` is a path, a run folder, `RUN@EPOCH` or `demo:NAME`.
+    """
     path = resolve_file(uri)
     if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
         folder = path.parent
@@ -408,7 +411,7 @@ def load_and_log(uri: str) -> Encoder:
 
 
 def newest_checkpoint(folder: Path) -> str:
-    """Return the path of the newest checkpoint below a folder, and print it.
+    """Return the path of the newest checkpoint below a folder, and print this path.
 
     Files that store an intermediate epoch of a training run are ignored.
 

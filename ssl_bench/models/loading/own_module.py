@@ -271,7 +271,10 @@ def _module_lists(module: nn.Module) -> dict[str, int]:
 
 
 def _patch_kernel(module: nn.Module) -> int | None:
-    """Return the kernel size of the first RGB convolution whose stride equals its kernel size."""
+    """Return the patch size that a module's convolution suggests, or None if there is none.
+
+    It is the kernel size of the first RGB convolution whose stride equals its kernel size.
+    """
     for part in module.modules():
         if isinstance(part, nn.Conv2d) and part.in_channels == 3:
             rows, cols = part.kernel_size
