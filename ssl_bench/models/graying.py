@@ -40,10 +40,10 @@ _SQUARINGS = 20
 
 
 class TokenGraying(nn.Module):
-    """Module that reduces the condition number of the tokens at the start of a block.
+    """Module for token graying, which reduces the condition number of the token matrix.
 
-    All tokens of an image, including [CLS] and registers, form one matrix. The module has no
-    parameters and computes in float32 or float64.
+    It is applied at the start of a block. All tokens of an image, including [CLS] and registers,
+    form one matrix. The module has no parameters and computes in float32 or float64.
 
     Args:
         kind: "svd" changes singular values, and "dct" changes cosine coefficients.

@@ -379,7 +379,7 @@ class UniformFilters:
 
 @dataclass(frozen=True)
 class CovarianceFilters(UniformFilters):
-    """Normally distributed depthwise filters whose covariance resembles trained filters.
+    """Normally distributed depthwise filters, with a pixel covariance as in trained filters.
 
     The covariance of the pixels is built from Gaussians, which are narrow in the first layer and
     wider in deeper layers.
@@ -555,8 +555,8 @@ def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
 
     The weights are drawn as in Ji et al., "Cutting the Skip" (see `SkiplessInit`). A timm model
     that is configured with `model.init=skipless` gets the same weights for the same seed. All
-    biases of the blocks are set to
-    0. Other parameters and the global random number generator are not changed.
+    biases of the blocks are set to zero. Other parameters and the global random number generator
+    are not changed.
 
     Args:
         model: A ViT from timm or from this suite. Each of its `blocks` has `attn.qkv`, `attn.proj`,

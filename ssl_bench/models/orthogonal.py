@@ -134,8 +134,8 @@ def _rotate_in_span(m: QueriesKeys, v: HeadTokens, scale: Float[Tensor, "heads 1
 
     No gradients flow through the basis. Therefore a term with `outside`, the part of M outside the
     span of the basis, is added. The term is 0 up to rounding, but it makes the derivative exact.
-    The derivative then equals the derivative of exp(S) V = V + M phi(J M^T M) J M^T V. Here, J is
-    defined by M J = scale [-K, Q], so that S = M J M^T.
+    The derivative then equals the derivative of exp(S) V = V + M phi(J M^T M) J M^T V. Here, phi(X)
+    = (exp(X) - I) X^-1, and J is defined by M J = scale [-K, Q], so that S = M J M^T.
 
     Args:
         m: Queries and keys of each head, M = [Q, K].

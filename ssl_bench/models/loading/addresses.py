@@ -150,8 +150,9 @@ def has_random_weights(uri: str) -> bool:
 def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
     """Return encoder addresses, followed by the addresses of untrained baselines.
 
-    One baseline is each encoder with random weights, if its initialisation is known. Another is the
-    raw colours of patches, for each patch size in pixels.
+    There are two kinds of baselines. The first is an encoder with random weights, for each encoder
+    whose initialisation is known. The second is the raw colours of patches, for each patch size in
+    pixels.
     """
     drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_weights(uri)]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]

@@ -79,7 +79,7 @@ class ColourPatches(nn.Module):
     """Baseline encoder without weights, whose patch tokens contain the colours of the pixels.
 
     It has a single block. The [CLS] token is the mean of all patch tokens. Queries, keys and values
-    equal the tokens, so that probes of any of these features can run.
+    equal the tokens, so that probes can use any of these features.
     """
 
     def __init__(self, patch_size: int) -> None:

@@ -150,10 +150,9 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
 
 
 def normalization_metadata(colours: Normalization) -> dict[str, str]:
-    """Return the metadata with the mean and standard deviation of the training images.
+    """Return the mean and standard deviation of the training images as metadata of a checkpoint.
 
-    They are written into a checkpoint. The result is empty for ImageNet's values, which are the
-    default.
+    The result is empty for ImageNet's values, which are the default.
     """
     if colours == IMAGENET_NORMALIZATION:
         return {}
@@ -336,7 +335,8 @@ def verify_sha256(path: Path) -> str:
     """Return the SHA-256 of a file.
 
     Raises:
-        CheckpointError: The .sha256 file next to the file states another SHA-256.
+        CheckpointError: The file cannot be read, or the .sha256 file next to it states another
+            SHA-256. If there is no .sha256 file, no error is raised.
     """
     _check_readable(path)
     digest = file_sha256(path)
@@ -532,7 +532,7 @@ def format_shape(tensor: Tensor) -> str:
 def list_names(names: list[str]) -> str:
     """Format a list of names for a message, such as "a, b, c and 4 more".
 
-    Only the first three names are contained.
+    The text contains only the first three names.
     """
     first = ", ".join(names[:3])
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

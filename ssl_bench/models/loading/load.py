@@ -142,7 +142,7 @@ def load_encoder(uri: str) -> Encoder:
             - `random:URI`: the encoder at URI with initial weights.
             - `colours:PATCH`: raw colours of patches of PATCH x PATCH pixels.
             - `mean=0.5,std=0.5:URI`: the encoder at URI with this image normalisation, if its file
-                states none.
+              states none.
             - `SCHEME:ADDRESS`: an encoder from the loader of an installed package.
 
     Raises:

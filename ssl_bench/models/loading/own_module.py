@@ -67,7 +67,7 @@ def load_python_object(uri: str) -> Encoder:
 
 
 def _run_file(path: Path, name: str) -> Any:
-    """Run a Python file, and return the object that it calls `name`.
+    """Run a Python file, and return the object in it that has the name `name`.
 
     If the object is a function or a class, it is called without arguments, and the result is
     returned.
@@ -311,7 +311,7 @@ def _likely_sizes(
         module: The user's module. Its attributes, such as `img_size`, and its position embedding
             suggest sizes.
         image_size: Size that the user states. It is then the only result. None if unknown.
-        patch: Side of a patch in pixels. All other sizes are multiples of it.
+        patch: Side of a patch in pixels. Sizes that are not stated anywhere are multiples of it.
     """
     if image_size is not None:
         return [(image_size, image_size) if isinstance(image_size, int) else image_size]
