@@ -290,7 +290,7 @@ def reject_parts(path: Path) -> None:
         way = ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
         raise CheckpointError(
             f"{folder} is a checkpoint of torch.distributed in several files, expected one file. "
-            f"Run: {quote_command([*way, str(folder), str(joined)])}",
+            f"To join them, run: {quote_command([*way, str(folder), str(joined)])}",
             hint=("--checkpoint", escape_braces(str(joined))),
         )
     if _SHARD.fullmatch(path.name):

@@ -250,7 +250,7 @@ _UNSUPPORTED_VIT = (
     (r"storage_tokens|rope_embed\..*", "the rotary positions of DINOv3", ""),
     (
         r"norm_pre\.\w+",
-        "a norm before the first block, as in CLIP (OpenAI's CLIP also has QuickGELU)",
+        "a norm before the first block, as CLIP has (OpenAI's CLIP also has QuickGELU)",
         "vit_{size}_patch{patch}_clip_224 vit_{size}_patch{patch}_clip_quickgelu_224",
     ),
     (r".*\.attn\.[qk]_norm\.\w+", "norms of queries and keys", ""),
