@@ -147,7 +147,7 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
         maker = makers.get(node.input[0]) if node.op_type == "Reshape" else None
         if maker is None or not re.search(r"query|q_proj", _scope(maker)):
             continue
-        shape = _numbers(node.input[1], constants, makers)
+        shape = _shape_sizes(node.input[1], constants, makers)
         if len(shape) == 4 and shape[2] is not None and shape[2] > 0:
             return shape[2]
     raise CheckpointError(
@@ -156,7 +156,7 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
     )
 
 
-def _numbers(
+def _shape_sizes(
     name: str, constants: Mapping[str, np.ndarray], makers: Mapping[str, Any]
 ) -> Sequence[int | None]:
     """Return the sizes in a shape tensor of an ONNX graph, such as the target shape of a Reshape.

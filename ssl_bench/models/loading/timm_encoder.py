@@ -217,17 +217,17 @@ def _load_weights(
     """
     weights = _convert_dinov2_registers(backbone.weights)
     arguments, overlay = _read_arguments(config, path)
-    plan, arguments, note = _infer_sizes(name, path, weights, arguments, overlay)
+    meta_model, arguments, note = _infer_sizes(name, path, weights, arguments, overlay)
     pretrained = _mapping(config, "pretrained_cfg", path)
     for key in ("mean", "std"):
         if key in pretrained:
             overlay[key] = read_rgb(pretrained, key, path.with_name("config.json"))
-    if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
+    if size := getattr(getattr(meta_model, "patch_embed", None), "img_size", None):
         # timm does not distinguish token grids with the same number of patches, such as 2 x 8 and
         # 4 x 4.
         overlay["input_size"] = (3, *size)
-    _require_depth(name, plan, weights, path)
-    expected = plan.state_dict()
+    _require_depth(name, meta_model, weights, path)
+    expected = meta_model.state_dict()
     if wrong := {
         tensor: value
         for tensor, value in expected.items()
@@ -238,7 +238,7 @@ def _load_weights(
     # classes is unchanged.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
     # Do not draw initial weights, because this takes long and the file replaces them.
-    can_skip = "weight_init" in signature(type(plan).__init__).parameters
+    can_skip = "weight_init" in signature(type(meta_model).__init__).parameters
     drawing = {"weight_init": "skip"} if can_skip else {}
     has_timm_names = 2 * len(expected.keys() & weights.keys()) >= len(expected)
     with torch.random.fork_rng(devices=[]):
@@ -247,7 +247,7 @@ def _load_weights(
             pretrained=True,
             suggest_name=has_timm_names,
         )
-    if (mode := getattr(plan, "weight_init_mode", None)) is not None:
+    if (mode := getattr(meta_model, "weight_init_mode", None)) is not None:
         # This attribute is part of the architecture that identifies an encoder.
         model.weight_init_mode = mode
     _require_weights(model, weights, path, name)
@@ -297,27 +297,27 @@ def _infer_sizes(
         about the inferred sizes.
     """
     arguments, notes = dict(arguments), list[str]()
-    plan = _create(name, path, arguments, overlay, device="meta")
-    kernel, expected = weights.get(_KERNEL), plan.state_dict().get(_KERNEL)
+    meta_model = _create(name, path, arguments, overlay, device="meta")
+    kernel, expected = weights.get(_KERNEL), meta_model.state_dict().get(_KERNEL)
     if "patch_size" not in arguments and kernel is not None and expected is not None:
         rows, cols = kernel.shape[2:] if kernel.ndim == expected.ndim == 4 else (0, 0)
         if rows and rows == cols != expected.shape[3]:
             arguments["patch_size"] = rows
             notes.append(f"patches of {rows} pixels as in the file")
-            plan = _create(name, path, arguments, overlay, device="meta")
-    positions, expected = weights.get(_POSITIONS), getattr(plan, _POSITIONS, None)
+            meta_model = _create(name, path, arguments, overlay, device="meta")
+    positions, expected = weights.get(_POSITIONS), getattr(meta_model, _POSITIONS, None)
     is_stated = "img_size" in arguments or "input_size" in overlay
     if not is_stated and positions is not None and positions.ndim == 3 and expected is not None:
         # Accept a square token grid of another size. `_load_weights` refuses all other shapes.
-        patch_embed: Any = plan.patch_embed
+        patch_embed: Any = meta_model.patch_embed
         own_patches = getattr(patch_embed, "num_patches", 0)
         num_patches = positions.shape[1] - expected.shape[1] + own_patches
         side = math.isqrt(max(num_patches, 0))
         if own_patches and num_patches not in (0, own_patches) and side**2 == num_patches:
             arguments["img_size"] = side * patch_embed.feat_ratio()
             notes.append(ASSUMED_GRID.format(side, side))
-            plan = _create(name, path, arguments, overlay, device="meta")
-    return plan, arguments, "; ".join(notes)
+            meta_model = _create(name, path, arguments, overlay, device="meta")
+    return meta_model, arguments, "; ".join(notes)
 
 
 def _mapping(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
@@ -570,17 +570,17 @@ def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
     return list(Counter(stage for stage, _ in blocks).values()), width
 
 
-def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> None:
+def _require_depth(name: str, meta_model: nn.Module, weights: Weights, path: Path) -> None:
     """Raise CheckpointError if the file and the architecture have different numbers of blocks.
 
     Args:
         name: timm's name of the architecture.
-        plan: The timm model on the device "meta", that is, without memory for its weights.
+        meta_model: The timm model on the device "meta", that is, without memory for its weights.
         weights: Tensors of the file.
         path: The weights file, for the error message.
     """
     depths, width = _depths_and_width(weights)
-    expected, expected_width = _depths_and_width(plan.state_dict())
+    expected, expected_width = _depths_and_width(meta_model.state_dict())
     if depths == expected or len(depths) != len(expected) or width != expected_width:
         return
     different = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
@@ -588,7 +588,7 @@ def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> 
     # The ViT of this suite can have any depth.
     plain = VisionTransformer(depth=1, num_classes=0).state_dict().keys()
     if plain == {re.sub(r"^blocks\.\d+", "blocks.0", tensor) for tensor in weights}:
-        known: Any = plan.pretrained_cfg
+        known: Any = meta_model.pretrained_cfg
         mean, std = ("/".join(f"{value:g}" for value in known[key]) for key in ("mean", "std"))
         bare_file = ("--checkpoint", f"mean={mean},std={std}:{escape_braces(str(path))}")
     raise CheckpointError(
