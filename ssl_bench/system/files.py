@@ -238,10 +238,11 @@ def file_sha256(path: Path) -> str:
 
 
 def open_trusted(path: Path) -> BufferedReader:
-    """Open a cache file for reading, and refuse a file that another user could have written.
+    """Open a cache file for reading, and refuse a file that any user could have written.
 
     Results are computed from the file. Therefore the current user or root must own it, and it must
-    not be world-writable. Links, pipes and devices are refused too.
+    not be world-writable. It may be writable for the file's group. Links, pipes and devices are
+    refused too.
 
     Raises:
         OSError: The file is missing or refused. `strerror` gives the reason.
