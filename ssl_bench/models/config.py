@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound="EncoderConfig")
 # Fields of ViTConfig that were keys of `init_options` in earlier versions.
 _FORMER_INIT_OPTIONS = {"mlp_mean", "mlp_input_std"}
-# Import paths of the built-in encoders, attentions and grayings. A module is imported when its name
-# is used. Installed packages add names with entry points (docs/extending.md).
+# Import paths of the built-in encoders, attention modules and token graying modules. A module is
+# imported when its name is used. Packages add names by entry points (docs/extending.md).
 _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     # Subclasses of `EncoderConfig`, by their `kind`.
     "model": {
@@ -60,7 +60,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 
 
 def registered_names(group: str) -> list[str]:
-    """Return the names of all implementations in a group, including those of installed packages.
+    """Return the names of all implementations in a group, including names that packages add.
 
     Args:
         group: "model" (encoders such as "vit"), "attention" (attention modules such as "softmax")
@@ -105,7 +105,10 @@ def build_part(group: str, config: Any) -> Any:
 class RegisteredName:
     """Rule for a field of a configuration: its value must be a registered name, such as "softmax".
 
-    `check_fields` enforces it.
+    Put an instance into the `Annotated` type of the field. `check_fields` then enforces the rule.
+
+    Args:
+        group: Group that contains the name: "model", "attention" or "graying".
     """
 
     def __init__(self, group: str) -> None:
@@ -130,7 +133,8 @@ class EncoderConfig(ABC):
     Attributes:
         kind: Name that identifies the subclass in checkpoints, such as "vit".
         training_fields: Names of the fields that affect training but not the forward pass. Result
-            records do not store them, because the weights already reflect them.
+            records (stored results) do not contain these fields, because the weights already
+            reflect them.
         image_size: Side of training images in pixels.
         patch_size: Side of a patch in pixels, or 0 if the model reads tokens instead of images.
         dim: Width of the tokens.
@@ -187,7 +191,7 @@ class EncoderConfig(ABC):
 
     @classmethod
     def from_dict(cls: type[Config], values: Mapping[str, Any]) -> Config:
-        """Create a configuration from a dictionary in the form that `to_dict` returns.
+        """Create a configuration from a dictionary that `to_dict` returned.
 
         Raises:
             ConfigurationError: A key is unknown or a value is not allowed.
@@ -201,7 +205,7 @@ class EncoderConfig(ABC):
         return self.patch_size > 0
 
     def summary(self) -> str:
-        """Return a short text that states the depth, width and other sizes of the encoder."""
+        """Return a text such as "8 blocks of width 96, patches of 4 pixels, images of 32 x 32"."""
         side, patch = self.image_size, self.patch_size
         blocks = f"{self.depth} blocks of width {self.dim}"
         return f"{blocks}, patches of {patch} pixels, images of {side} x {side}"
@@ -217,7 +221,8 @@ class ViTConfig(EncoderConfig):
         mlp_ratio: Hidden width of the MLP divided by `dim`.
         attention: Kind of attention in all blocks. "softmax" is standard attention, and "linear" is
             attention without a softmax. "osa_qr" and "osa_newton_schulz" are orthogonal
-            self-attention, which has no biases.
+            self-attention without biases, computed by a QR decomposition or by Newton-Schulz
+            iterations.
         graying: Token graying at the start of a block, which increases small singular values of the
             token matrix. "svd" changes the singular values directly, and "dct" changes cosine
             coefficients instead.
@@ -225,20 +230,20 @@ class ViTConfig(EncoderConfig):
             paper "Always Skip Attention" uses 0.85 to 0.97 for "dct" and 0.5 to 0.9 for "svd".
         graying_layers: Indices of the blocks with token graying, starting at 0. None means all
             blocks.
-        skip_attention: Add the input of the attention sub-block to its output.
-        skip_mlp: Add the input of the MLP sub-block to its output.
+        skip_attention: Whether to add the input of the attention sub-block to its output.
+        skip_mlp: Whether to add the input of the MLP sub-block to its output.
         norm: Normalisation before the attention, before the MLP and after the last block.
-        qkv_bias: Add biases to queries, keys and values.
+        qkv_bias: Whether to add biases to queries, keys and values.
         drop_path: Probability of dropping a sub-block of the last block, for each sample in
             training. The probability increases linearly from 0 in the first block to this value. A
             value above 0 requires both skip connections.
         num_registers: Number of registers between [CLS] and the patches. Registers have no position
             embedding.
         position_embedding: Position embedding that is trained ("learned") or fixed ("sinusoidal").
-        truncated_tokens: Draw the initial [CLS], registers and learned positions within two
-            standard deviations of 0. Official DINO and timm truncate at -2 and 2, which is 100
+        truncated_tokens: Whether to draw the initial [CLS], registers and learned positions within
+            two standard deviations of 0. Official DINO and timm truncate at -2 and 2, which is 100
             standard deviations.
-        position_scale: Factor of sinusoidal positions.
+        position_scale: Factor by which sinusoidal positions are multiplied.
         mlp_mean: Constant that is added to all initial weights of the first layer of each MLP.
         mlp_input_std: Standard deviation of random offsets of the initial weights in the first
             layer of each MLP. One normal offset is drawn per input channel, and is added to the
@@ -348,7 +353,7 @@ class ViTConfig(EncoderConfig):
 
     @property
     def hidden_dim(self) -> int:
-        """Width of the hidden layer of the MLP."""
+        """Width of the hidden layer of each MLP."""
         return round(self.dim * self.mlp_ratio)
 
     @property
@@ -370,7 +375,7 @@ def config_from_dict(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
 
 
 def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None:
-    """Raise an error if one field of a configuration is not a multiple of another field.
+    """Raise ConfigurationError if a field of a configuration is not a multiple of another field.
 
     The error message suggests the nearest multiples.
     """
@@ -386,7 +391,7 @@ def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None
 
 
 def check_layers(name: str, layers: Sequence[int] | None, depth: int) -> None:
-    """Raise an error unless a field is None or a non-empty list of valid block indices.
+    """Raise ConfigurationError unless a field is None or a non-empty list of block indices.
 
     Args:
         name: Name of the field, for the error message.

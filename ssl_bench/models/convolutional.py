@@ -28,9 +28,9 @@ class ConvMixerConfig(EncoderConfig):
 
     Attributes:
         kernel_size: Side of the depthwise filters in patches, an odd number.
-        skip: Add the input of the depthwise convolution to its output.
-        frozen_filters: Do not train the weights of the depthwise convolutions. Their biases are
-            trained.
+        skip: Whether to add the input of the depthwise convolution to its output.
+        frozen_filters: Whether to keep the weights of the depthwise convolutions fixed. Their
+            biases are trained.
         init: Initialiser of the depthwise filters, from `ssl_bench.models.initialisers`. All other
             weights have PyTorch's default initialisation.
         init_options: Options of the initialiser. An option that is None has its default value.
@@ -73,13 +73,13 @@ class ConvNeXtConfig(EncoderConfig):
     """Architecture and initialisation of a single-stage ConvNeXt. The defaults are ConvNeXt-256/8.
 
     Attributes:
-        frozen_filters: Do not train the weights of the depthwise convolutions. Their biases are
-            trained.
+        frozen_filters: Whether to keep the weights of the depthwise convolutions fixed. Their
+            biases are trained.
         mlp_mean: Constant that is added to all initial weights of the first layer of each MLP, as
             in equation 3.40 of Trockman, "Mimetic initialization" (2025).
         mlp_input_std: Standard deviation of random offsets of the initial weights in the first
             layer of each MLP. One normal offset is drawn per input channel, and is added to the
-            weights from this channel to all hidden units, as in equation 3.39 of the same thesis.
+            weights from this channel to all hidden units. This is equation 3.39 of the same thesis.
         init: Initialiser of the 7 x 7 depthwise filters, from `ssl_bench.models.initialisers`. All
             other weights have PyTorch's default initialisation.
         init_options: Options of the initialiser. An option that is None has its default value.
@@ -132,7 +132,7 @@ class _ConvEncoder(EncoderModule):
         return self.forward_features(images).mean(1)
 
     def forward_features(self, images: Images) -> Float[Tensor, "batch tokens dim"]:
-        """Return the patch tokens after the final norm, in row-major order."""
+        """Return the patch tokens after the final norm, row by row."""
         maps = self.embed(images)
         for block in self.blocks:
             maps = block(maps)
@@ -147,8 +147,8 @@ class ConvMixer(_ConvEncoder):
     """ConvMixer encoder. Create it with `build_encoder`, which draws its weights.
 
     Source: Trockman and Kolter, "Patches are all you need?", https://arxiv.org/abs/2201.09792,
-    equations 2.1-2.3 of Trockman's thesis (2025). With `skip=False`, it is the variant that table
-    2.3 of the thesis calls "- Residual in Eq. 2.2".
+    equations 2.1-2.3 of Trockman's thesis (2025). The variant with `skip=False` is called "-
+    Residual in Eq. 2.2" in table 2.3 of the thesis.
     """
 
     config: ConvMixerConfig
@@ -210,7 +210,10 @@ class ConvNeXt(_ConvEncoder):
 
 
 class ConvNeXtBlock(nn.Module):
-    """Depthwise convolution, LayerNorm over channels and MLP, with a skip connection around all."""
+    """A depthwise convolution, a LayerNorm over channels and an MLP, with one skip connection.
+
+    The skip connection adds the input of the block to the output of the MLP.
+    """
 
     def __init__(self, config: ConvNeXtConfig) -> None:
         super().__init__()
@@ -228,7 +231,13 @@ class ConvNeXtBlock(nn.Module):
 
 @torch.no_grad()
 def _build(kind: Any, config: Any, seed: int) -> tuple[Any, Generator]:
-    """Return an encoder with initial weights, and the generator that drew the weights."""
+    """Return a convolutional encoder with initial weights, and the generator that drew them.
+
+    Args:
+        kind: Class of the encoder, `ConvMixer` or `ConvNeXt`.
+        config: Configuration of the encoder.
+        seed: Seed of the generator.
+    """
     with torch.random.fork_rng(devices=[]):
         model = kind(config)
     generator = torch.Generator().manual_seed(seed)

@@ -35,8 +35,10 @@ class Contents:
     Attributes:
         layout: Name of the layout, that is, of the naming scheme of the tensors.
         source: Library or repository that defines the layout.
-        ignored: Names of unused tensors or containers of tensors, each with the reason.
-        note: Message about assumptions of the loader and its changes to the weights.
+        ignored: Names of tensors, or of dictionaries of tensors, that were not loaded. The value is
+            the reason.
+        note: Message about the assumptions that the loader made, and about its changes to the
+            weights.
         file: Path of the file. None if the weights were not read from a file.
         epoch: Number of training epochs. None if the file does not state it.
     """
@@ -56,18 +58,19 @@ class EncoderIdentity:
     Attributes:
         uri: Address of the encoder, such as a path or `timm:NAME`.
         name: Name of the encoder in tables.
-        sha256: Digest of the weights file, or of the state dict if there is no file.
+        sha256: SHA-256 of the weights file, or of the state dict if there is no file.
         architecture: All properties that determine the forward pass, except weights, `mean` and
             `std`, as JSON types.
         patch_size: Side of a patch in pixels. For hierarchical encoders, the stride of block 0.
         depth: Number of blocks.
         num_heads: Number of attention heads of the first block, or 0 if it has no attention. None
             if finding the number would require importing timm, which takes seconds.
-        num_prefix_tokens: Number of tokens before the patch tokens: [CLS] and registers.
+        num_prefix_tokens: Number of tokens before the patch tokens, that is, [CLS] and registers.
         native_size: Height and width in pixels of the images that fit the position embedding.
             Without a position embedding, the height and width of the training images.
-        mean: Mean of the training images, as RGB in [0, 1].
-        std: Standard deviation of the training images, as RGB, for values in [0, 1].
+        mean: Mean of the training images for red, green and blue, in [0, 1].
+        std: Standard deviation of the training images for red, green and blue, with values in [0,
+            1].
         num_registers: Number of registers, which follow the [CLS] token.
         strides: Stride of each block in pixels. Empty if all blocks have the stride `patch_size`.
         widths: Width of each block. Empty if all blocks are equally wide or the widths are unknown.
@@ -94,7 +97,10 @@ class EncoderIdentity:
     fallback_facets: Mapping[str, str] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
-        """Return the properties that determine the features, by their names in result records."""
+        """Return the properties of the encoder that determine its features.
+
+        The keys are the names of these properties in result records (stored results).
+        """
         return {
             "checkpoint_sha256": self.sha256,
             "architecture": self.architecture,
@@ -121,11 +127,12 @@ class Encoder(EncoderIdentity):
         module: Module with `blocks` and `norm`. Each block with attention has a layer `attn.qkv`.
             Blocks return tokens or feature maps. Features are extracted in evaluation mode.
         dim: Width of the last block.
-        colours_from: Text that names the source of `mean` and `std`.
+        colours_from: Text that names the source of `mean` and `std`, such as
+            "preprocessor_config.json".
         loaded_keys: Number of tensors that were loaded from the weights file.
         total_keys: Number of all tensors in the weights file, including heads, or 0 if there is no
             file.
-        contents: Further information about the weights file.
+        contents: Further information about the weights file, such as its layout.
         channels_last: Whether the channels are the last axis of feature maps.
         position_rule: Text that describes how the position embedding is resized for other image
             sizes. None if there is no position embedding, or if a user's module resizes it.
@@ -162,7 +169,7 @@ class Encoder(EncoderIdentity):
     ) -> "Encoder":
         """Wrap any module that takes images and has a list of blocks.
 
-        Forward passes of two all-zero images determine the depth, the width, the number of tokens
+        Forward passes over two all-zero images determine the depth, the width, the number of tokens
         before the patches, and whether other image sizes are accepted. The passes run in evaluation
         mode, and the mode of each submodule is restored afterwards. The module is not copied.
 
@@ -175,19 +182,20 @@ class Encoder(EncoderIdentity):
                 maps, or the kernel size of the convolution that embeds patches.
             blocks: Name of the list of blocks, such as "blocks" or "encoder.layers". The default is
                 the longest list of modules of the same class.
-            norm: Name of the final norm. The default is a norm with a common name, or the only norm
-                after the blocks.
+            norm: Name of the final norm. The default is a norm with a common name such as "norm",
+                or the only norm after the blocks.
             image_size: Height and width of the training images in pixels. The default is the first
                 of these sizes that the module accepts: an attribute such as `img_size`, 224, or a
                 size that fits its position embedding.
             mean: Mean of the training images, as RGB in [0, 1]. A single number applies to all
                 channels. The default is the mean of ImageNet.
             std: Standard deviation of the training images, in the same form as `mean`. The default
-                is that of ImageNet.
+                is ImageNet's.
             num_registers: Number of registers, that is, of tokens before the patches other than
                 [CLS].
             name: Name of the encoder in tables. The default is the class name.
-            epoch: Training epoch to store in records, for curves over epochs.
+            epoch: Training epoch of the weights. It is stored with each result, so that results can
+                be plotted over epochs.
 
         Raises:
             CheckpointError: The module cannot be used. The message says which argument to pass.
@@ -236,12 +244,20 @@ class Encoder(EncoderIdentity):
 
 
 def describe_library_model(model: nn.Module, library: str, name: str) -> dict[str, Any]:
-    """Describe the architecture of another library's model by its name and a digest of its modules.
+    """Describe the architecture of another library's model by its name and a hash of its modules.
 
-    The digest covers the class of each module, and attributes such as an epsilon: numbers, strings
-    and functions. For a user's own model (`library` is "module"), the digest leaves out the import
-    path of each class. The path depends on how the model is loaded, for example from a notebook or
-    from `FILE.py:NAME`.
+    The hash is a SHA-256 of the class of each module, and of its attributes that are numbers,
+    strings or functions, such as an epsilon. For a user's own model (`library` is "module"), the
+    hash does not include the import path of each class. This path depends on how the model is
+    loaded, for example from a notebook or from `FILE.py:NAME`.
+
+    Args:
+        model: The model.
+        library: Name of the library, such as "timm", or "module" for a user's own model.
+        name: Name of the architecture.
+
+    Returns:
+        The keys "kind" (the library), "name" and "modules_sha256".
     """
     lines = [
         json.dumps(
@@ -272,7 +288,8 @@ def _is_plain(value: Any) -> bool:
 def state_dict_sha256(module: nn.Module) -> str:
     """Return the SHA-256 of a module's state dict.
 
-    It covers the names, dtypes, shapes and bytes of all tensors, in the order of their names.
+    The hash includes the names, dtypes, shapes and bytes of all tensors, in the order of their
+    names.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
@@ -285,9 +302,9 @@ def state_dict_sha256(module: nn.Module) -> str:
 def describe_config(config: EncoderConfig, *, strides: Sequence[int] = ()) -> dict[str, Any]:
     """Describe the architecture of an encoder of this suite as a JSON object.
 
-    Records use the object to identify the encoder. It contains all integers of the configuration,
-    even those with default values. Other values are included only if they differ from their
-    defaults. Fields that only affect training are left out.
+    Result records (stored results) use the object to identify the encoder. It contains all integers
+    of the configuration, even those with default values. Other values are included only if they
+    differ from their defaults. Fields that only affect training are left out.
 
     Args:
         config: Configuration of the encoder.
@@ -309,8 +326,8 @@ def require_images(config: EncoderConfig, address: str) -> None:
     if config.patch_size == 0:
         version = getattr(config, "version", config.kind)
         raise CheckpointError(
-            f"expected an encoder of images, but {address} is a {version} that reads tokens. Its "
-            "scores are in the log of its training run"
+            f"expected an encoder of images, but {address} is a {version} that reads tokens. The "
+            "log of its training run contains its scores"
         )
 
 
@@ -335,10 +352,10 @@ def encoder_from_model(
     Args:
         model: The model with its weights.
         name: Name of the encoder in tables.
-        uri: Address from which the model was loaded.
-        sha256: Digest of the weights file. The default is the digest of the state dict.
+        uri: Address from which the model was loaded, such as `runs/skip`.
+        sha256: SHA-256 of the weights file. The default is the SHA-256 of the state dict.
         keys: Number of loaded tensors, and number of all tensors in the weights file.
-        contents: Further information about the weights file.
+        contents: Further information about the weights file, such as its layout.
         colours: Mean and standard deviation of the training images.
         colours_from: Text that names the source of `colours`.
     """

@@ -1,11 +1,11 @@
 """Token graying: increase the small singular values of each image's token matrix.
 
-The blocks of this suite contain the module `TokenGraying`, and timm blocks call it in a hook. The
-module calls one of three functions:
+The blocks of this suite contain the module `TokenGraying`. Blocks of timm call it in a forward
+pre-hook. The module calls one of three functions:
 
 - `gray_by_svd` changes the singular values.
-- `gray_by_cholesky` approximates `gray_by_svd` on CUDA, where an SVD would make the host wait. It
-  is not used in float64.
+- `gray_by_cholesky` approximates `gray_by_svd` on CUDA, where an SVD would make the CPU wait for
+  the GPU. It is not used in float64, because it is not accurate enough.
 - `gray_by_dct` changes cosine coefficients instead of singular values.
 """
 
@@ -28,10 +28,11 @@ Matrix = Float[Tensor, "batch rows cols"]
 Square = Float[Tensor, "batch rank rank"]
 
 # Constants of `gray_by_cholesky`.
-# Distance between the logarithms of neighbouring poles. The sum over the poles approximates an
-# integral with a relative error of 2 exp(-2 pi^2 / step), which is 5e-7.
+# Distance between the logarithms of neighbouring shifts t in the sum over inverses of G + t I. The
+# sum approximates an integral with a relative error of 2 exp(-2 pi^2 / step), which is 5e-7.
 _STEP = 1.3
-# The largest pole. The sum over all larger poles is approximated by two terms of its power series.
+# The largest shift. The sum over all larger shifts is approximated by two terms of its power
+# series.
 _LAST_POLE = 300.0
 # Number of squarings of the Gram matrix, which bounds the relative error of its largest eigenvalue
 # by 2^-20 / e.
@@ -39,21 +40,22 @@ _SQUARINGS = 20
 
 
 class TokenGraying(nn.Module):
-    """Module that reduces the condition number of the tokens at the start of a block.
+    """Module for token graying, which reduces the condition number of the token matrix.
 
-    All tokens of an image, including [CLS] and registers, form one matrix. The module has no
-    parameters and computes in float32 or float64.
+    It is applied at the start of a block. All tokens of an image, including [CLS] and registers,
+    form one matrix. The module has no parameters and computes in float32 or float64.
 
     Args:
         kind: "svd" changes singular values, and "dct" changes cosine coefficients.
-        exponent: Exponent in (0, 1], applied to the ratio of each value to the largest one. 1
-            changes nothing.
+        exponent: Exponent in (0, 1]. It is applied to the ratio of each value to the largest value.
+            1 changes nothing.
 
     Source: Ji et al., "Always Skip Attention", algorithms 1 and 2. The paper does not state where
-    in the block the tokens are grayed. Here, the skip connection adds the grayed tokens, because
-    table 3 of the paper reports similar condition numbers before and after the attention. In
-    contrast to the paper, ratios below the machine epsilon are treated like the machine epsilon, so
-    that the gradients of singular matrices are finite.
+    in the block the tokens are grayed. Here, the tokens are grayed at the start of the block, so
+    the skip connection adds the grayed tokens. The reason is that table 3 of the paper reports
+    similar condition numbers before and after the attention. In contrast to the paper, ratios below
+    the machine epsilon are treated like the machine epsilon, so that the gradients of singular
+    matrices are finite.
     """
 
     def __init__(self, kind: GrayingKind, exponent: float) -> None:
@@ -83,8 +85,9 @@ def gray_by_svd(x: Tokens, exponent: float) -> Tokens:
 
     The largest singular value does not change, and the condition number is raised to the power
     `exponent`. The cost is cubic in the shorter side of the matrix. The gradients are finite for
-    repeated singular values and for singular matrices, unlike those of `torch.linalg.svd`. Second
-    derivatives are not supported. On CUDA, the host waits for the decomposition.
+    repeated singular values and for singular matrices, which is not the case for
+    `torch.linalg.svd`. Second derivatives are not supported. On CUDA, the CPU waits for the
+    decomposition.
     """
     # The decomposition would raise an error for non-finite values. Return NaN for such images
     # instead.
@@ -105,9 +108,14 @@ def _derivative_along(
     Let U diag(s) V^T be the singular value decomposition of the tokens. `gray_by_svd` replaces each
     singular value s by f(s) = s g(s) with a gain g(s). Let dX be `change`, and let M = U^T dX V. In
     the symmetric part of M, the entry i, j is multiplied by (f(s_i) - f(s_j)) / (s_i - s_j). In the
-    skew-symmetric part, it is multiplied by (f(s_i) + f(s_j)) / (s_i + s_j). Both factors are
-    computed without dividing by a difference of singular values. Parts of dX that M does not
-    contain, because they are outside the span of U or of V, are multiplied by the gain.
+    skew-symmetric part, the entry i, j is multiplied by (f(s_i) + f(s_j)) / (s_i + s_j). Both
+    factors are computed without dividing by a difference of singular values. Parts of dX outside
+    the span of U or of V are multiplied by the gain.
+
+    Args:
+        change: Direction dX, one matrix for each image.
+        svd: U, the ratios of all singular values to the largest one, and V^T.
+        exponent: Exponent of the graying in (0, 1].
 
     Source: Noferini, "A formula for the Frechet derivative of a generalized matrix function", 2017,
     rewritten for functions s g(s). We add the derivative with respect to the largest singular
@@ -149,10 +157,10 @@ def _divided_difference(
 def gray_by_dct(x: Tokens, exponent: float) -> Tokens:
     """Reduce the condition number of each token matrix by changing its cosine coefficients.
 
-    With the discrete cosine transform Z = D_tokens x D_dim^T and m = max |Z|, the result is the
-    inverse transform of sign(Z) m (|Z| / m)^exponent. The condition number decreases if the
-    singular vectors are similar to cosines. For each image, the forward pass and the backward pass
-    each need tokens x dim x (tokens + dim) multiplications.
+    Let Z = D_tokens x D_dim^T be the discrete cosine transform of the tokens, and let m = max |Z|.
+    The result is the inverse transform of sign(Z) m (|Z| / m)^exponent. The condition number
+    decreases if the singular vectors of the token matrix are similar to cosines. For each image,
+    the forward pass and the backward pass each need tokens x dim x (tokens + dim) multiplications.
     """
     token_dct, dim_dct = (_halve_dct(size, x) for size in x.shape[1:])
     coefficients = _transform(_transform(x, dim_dct).mT, token_dct)
@@ -165,21 +173,27 @@ def gray_by_dct(x: Tokens, exponent: float) -> Tokens:
 def _halve_dct(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the left halves of the even rows and of the odd rows of the DCT matrix.
 
-    Even rows are symmetric about the middle, and odd rows are antisymmetric, so the left halves
-    determine the whole matrix.
+    Even rows are symmetric about the middle, and odd rows are antisymmetric. The left halves
+    therefore determine the whole matrix.
+
+    Args:
+        size: Number of rows and columns of the DCT matrix.
+        like: Tensor whose dtype and device the result has.
     """
     matrix = dct_matrix(size, like=like)
     return matrix[0::2, : (size + 1) // 2], matrix[1::2, : size // 2]
 
 
 def _transform(x: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
-    """Return the DCT coefficients of each row: first those with even indices, then the others.
+    """Return the DCT coefficients of each row of `x`.
 
-    Each row is folded in the middle, which halves the number of multiplications.
+    Coefficients with even indices come first, followed by coefficients with odd indices. Each row
+    is folded in the middle, which halves the number of multiplications.
 
     Args:
         x: The rows to transform.
-        halves: Result of `_halve_dct`.
+        halves: Result of `_halve_dct`, the left halves of the even rows and the odd rows of the DCT
+            matrix.
     """
     even, odd = halves
     half, rest = odd.shape[1], even.shape[1]
@@ -189,7 +203,12 @@ def _transform(x: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
 
 
 def _transform_back(coefficients: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
-    """Compute the inverse of `_transform`."""
+    """Compute the inverse of `_transform`, which returns the DCT coefficients of each row.
+
+    Args:
+        coefficients: Result of `_transform`.
+        halves: Result of `_halve_dct`.
+    """
     even, odd = halves
     half = odd.shape[1]
     sums = coefficients[..., : len(even)] @ even
@@ -199,10 +218,10 @@ def _transform_back(coefficients: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
 
 
 def dct_matrix(size: int, *, like: Tensor) -> Float[Tensor, "{size} {size}"]:
-    """Return the orthonormal DCT-II matrix: sqrt(2 / size) cos(pi k (2 n + 1) / (2 size)).
+    """Return the orthonormal DCT-II matrix, whose rows are cosines of increasing frequency.
 
-    Here k is the row and n the column. Row 0 is divided by sqrt(2). The dtype and device are those
-    of `like`.
+    The entry in row k and column n is sqrt(2 / size) cos(pi k (2 n + 1) / (2 size)). Row 0 is
+    divided by sqrt(2). The matrix has the dtype and device of `like`.
     """
     number = torch.arange(size, device=like.device)
     # Subtract full rotations while the angles are integers. In float32, four digits would be lost.
@@ -214,7 +233,7 @@ def dct_matrix(size: int, *, like: Tensor) -> Float[Tensor, "{size} {size}"]:
 def _gain(ratio: Tensor, exponent: float) -> Tensor:
     """Return the factor |ratio|^(exponent - 1), bounded for ratios below the machine epsilon.
 
-    `ratio` is a singular value, or a cosine coefficient, divided by the largest one.
+    Each entry of `ratio` is a singular value, or a cosine coefficient, divided by the largest one.
     """
     return (ratio.square() + _floor(ratio)).pow((exponent - 1) / 2)
 
@@ -228,20 +247,20 @@ def gray_by_cholesky(x: Matrix, exponent: float) -> Matrix:
 
     Let G = x^T x / s_max^2. The result is x G^((exponent - 1) / 2). The power of G is an integral
     over t of weighted inverses of G + t I. The integral is approximated by a sum of about thirty
-    inverses, which are computed from Cholesky factors. Since G contains the squares of the singular
-    values, it is computed in float64. Errors are below 1e-5 times the largest singular value.
-    Singular values below 1e-6 times the largest one are not increased enough.
+    weighted inverses, which are computed from Cholesky factors. The eigenvalues of G are squares of
+    singular values, so G is computed in float64. Errors are below 1e-5 times the largest singular
+    value. Singular values below 1e-6 times the largest one are increased too little.
 
-    The backward pass differentiates the sum, without singular values in a denominator, and
-    recomputes all intermediate values. Second derivatives are not supported. Let n be the shorter
-    side of the matrix. The cost is that of about thirty Cholesky factors and inverses of n x n
-    matrices. The memory is a few times 8 x batch x n^2 bytes.
+    The backward pass differentiates the sum, so it never divides by a difference of singular
+    values. It recomputes all intermediate values. Second derivatives are not supported. Let n be
+    the shorter side of the matrix. The cost is about thirty Cholesky factorisations and inversions
+    of n x n matrices. The memory is a few times 8 x batch x n^2 bytes.
 
     Args:
         x: One matrix for each image.
         exponent: Exponent in (0, 1].
 
-    Source: equation 5.18 of Higham, "Functions of matrices", 2008, integrated over log t by the
+    Source: equation 5.18 of Higham, "Functions of matrices", 2008. We integrate over log t by the
     trapezoidal rule.
     """
     if exponent == 1:
@@ -273,8 +292,8 @@ class _GrayByCholesky(torch.autograd.Function):
 
         The result of the forward pass is a weighted sum of terms x R with R = (x^T x + t I)^-1. For
         an incoming gradient g, such a term contributes g R - x R (x^T g + g^T x) R. The forward
-        pass divides x^T x by its largest eigenvalue, whose derivative is the projector onto its
-        eigenvectors.
+        pass divides x^T x by its largest eigenvalue. The derivative of this eigenvalue is the
+        projector onto its eigenvectors.
         """
         (tokens,), exponent = ctx.saved_tensors, ctx.exponent
         with disable_autocast(tokens.device):
@@ -296,11 +315,11 @@ class _GrayByCholesky(torch.autograd.Function):
 
 
 def _scale_gram(x: Matrix) -> tuple[Square, Float[Tensor, "batch 1 1"], Square]:
-    """Divide x^T x by its largest eigenvalue.
+    """Divide the Gram matrix x^T x by its largest eigenvalue.
 
     Returns:
-        The scaled matrix, the largest eigenvalue, and the projector onto the eigenvectors of this
-        eigenvalue. The projector is a high power of x^T x, divided by its trace.
+        The scaled Gram matrix, the largest eigenvalue, and the projector onto the eigenvectors of
+        this eigenvalue. The projector is a high power of x^T x, divided by its trace.
     """
     gram = x.mT @ x
     projector = _normalise_trace(gram)
@@ -327,13 +346,14 @@ def _normalise_trace(matrix: Square) -> Square:
 def _expand_power(
     power: float, like: Square
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], float, float]:
-    """Return the terms of a sum that approximates M^-power for a symmetric matrix M.
+    """Return the terms of a sum that approximates M^-power for symmetric matrices M.
 
-    M has the size of `like` and eigenvalues l <= 1. For each eigenvalue, l^-power is approximated
-    by c - d l plus the sum of w / (l + t) over pairs of a shift t and a weight w. The exact sum has
-    infinitely many shifts, which form a geometric sequence. The smallest shifts are merged into
-    one, with the sum of their weights and their mean position. The sum over the largest shifts is
-    replaced by c - d l, the first two terms of its power series.
+    M has the size of `like`, and its eigenvalues l are at most 1. The terms are a constant c, a
+    slope d, and pairs of a shift t and a weight w. For each eigenvalue, l^-power is approximated by
+    c - d l plus the sum of w / (l + t) over all pairs. The exact sum has infinitely many shifts,
+    which form a geometric sequence. The smallest shifts are merged into one, with the sum of their
+    weights and their mean position. The sum over the largest shifts is replaced by c - d l, the
+    first two terms of its power series.
 
     Returns:
         The identity matrix with the size and dtype of `like`, the pairs (t, w), c and d.
@@ -341,7 +361,7 @@ def _expand_power(
     first = 4 * like.shape[-1] * torch.finfo(like.dtype).eps
     count = 1 + math.ceil(math.log(_LAST_POLE / first) / _STEP)
     factor = _STEP * math.sin(math.pi * power) / math.pi
-    # Create it on the device, because a copy from the host would wait for the device.
+    # Create the numbers on the device, because a copy from the CPU would wait for the device.
     number = torch.arange(count, dtype=like.dtype, device=like.device)
     shifts = first * (_STEP * number).exp()
     weights = factor * shifts ** (1 - power)

@@ -69,12 +69,12 @@ class DefaultInit:
         num_heads: int,  # noqa: ARG002 - used by subclasses
         generator: Generator,
     ) -> AttentionWeights:
-        """Draw the weights of an attention sub-block."""
+        """Draw the weights of the queries, keys, values and output of an attention sub-block."""
         query, key, value, output = (self.draw(dim, dim, generator) for _ in range(4))
         return AttentionWeights(query, key, value, output)
 
     def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
-        """Draw the weights of an MLP."""
+        """Draw the weights of the two linear layers of an MLP."""
         return self.draw(dim, hidden_dim, generator), self.draw(hidden_dim, dim, generator)
 
     def draw(self, rows: int, cols: int, generator: Generator) -> Matrix:
@@ -98,14 +98,15 @@ class SkiplessInit(DefaultInit):
             affect the output of the LayerNorm, and only changes the effective learning rate of W_V
             and W_O.
         noise: Distribution of the entries of Z, whose variance is 1 / dim. The paper uses "normal".
-        cancel_logit_scale: Multiply both W_Q and W_K by d_h^(1/4), which cancels the factor 1 /
-            sqrt(d_h) of the logits. The paper's formulas contain no factor 1 / sqrt(d_h). It is not
-            cancelled by default, because short runs trained better with it.
-        suo_gain: Multiply the orthogonal matrices of the MLP by max(sqrt(outputs / inputs), 1).
+        cancel_logit_scale: Whether to multiply both W_Q and W_K by d_h^(1/4), which cancels the
+            factor 1 / sqrt(d_h) of the attention logits. The paper's formulas contain no factor 1 /
+            sqrt(d_h). It is not cancelled by default, because short runs trained better with it.
+        suo_gain: Whether to multiply the orthogonal matrices of the MLP by max(sqrt(outputs /
+            inputs), 1).
 
     Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5. The defaults
     are the paper's values for ViT-S with DINO. The paper's supervised ViT-B has alpha 2, beta 0.6
-    and c 3. The paper does not state whether the factor of the logits is cancelled. `suo_gain` is
+    and c 3. The paper does not state whether the factor 1 / sqrt(d_h) is cancelled. `suo_gain` is
     part of the MLP initialisation that the paper cites.
     """
 
@@ -194,11 +195,11 @@ class OsaInit(DefaultInit):
 
     For a head of width d_v, [W_Q, W_K] is uniform among all dim x 2 d_v matrices with orthonormal
     columns. W_V and W_O^T are uniform among all dim x d_v matrices with orthonormal columns. The
-    weights of the MLP are those of `SkiplessInit`. With the small initial alpha of
+    weights of the MLP are drawn as in `SkiplessInit`. With the small initial alpha of
     `ssl_bench.models.OrthogonalAttention`, the attention matrix starts close to the identity.
 
-    Source: Zhang and Martens, "Orthogonal Self-Attention", section 4. The small alpha is that of
-    section 4.3.
+    Source: Zhang and Martens, "Orthogonal Self-Attention", section 4. Section 4.3 proposes the
+    small alpha.
     """
 
     min_heads: ClassVar[int] = 2
@@ -221,10 +222,10 @@ class OsaInit(DefaultInit):
 
 
 def _separate_generator(weights: Float64[Tensor, "rows cols"]) -> Generator:
-    """Return a second random generator, for numbers that are drawn only with some options.
+    """Return a second random generator, for numbers that are drawn only if an option is set.
 
-    If the main generator drew them, these options would also change all weights that are drawn
-    later. The seed of the second generator is the bit pattern of the first weight.
+    If the main generator drew these numbers, the option would also change all weights that are
+    drawn later. The seed of the second generator is the bit pattern of the first weight.
 
     Args:
         weights: Weights that the main generator has drawn.
@@ -250,16 +251,23 @@ def draw_block(
     mlp_mean: float = 0.0,
     mlp_input_std: float = 0.0,
 ) -> None:
-    """Draw the weights of a block in place, and set its biases to 0.
+    """Draw the weights of a transformer block in place, and set its biases to 0.
 
     The block has `attn.qkv`, `attn.proj`, `attn.num_heads`, `mlp.fc1` and `mlp.fc2`, as in DINO and
-    timm. With the initialisers "skipless" and "mimetic", the cost per head is cubic in dim. See
-    `ViTConfig` for the meaning of `mlp_mean` and `mlp_input_std`.
+    timm. With the initialisers "skipless" and "mimetic", the cost per head is cubic in dim.
+
+    Args:
+        block: The block.
+        initialiser: Initialiser of the weights, such as `SkiplessInit`.
+        generator: Source of random numbers.
+        mlp_mean: Constant that is added to all weights of the first layer of the MLP.
+        mlp_input_std: Standard deviation of random offsets. One offset per input channel is added
+            to all weights of this channel in the first layer of the MLP.
 
     Source of `mlp_mean` and `mlp_input_std`: Trockman, "Mimetic initialization" (2025), section
     3.4, equations 3.40 and 3.39. We read sigma in "N(0, sigma I)" as the standard deviation.
     """
-    # The blocks of this suite and those of timm have no common base class.
+    # The blocks of this suite and the blocks of timm have no common base class.
     parts: Any = block
     dim, hidden_dim = parts.mlp.fc1.in_features, parts.mlp.fc1.out_features
     attention = initialiser.attention(dim, parts.attn.num_heads, generator)
@@ -312,9 +320,10 @@ def balanced_factors(
 
 
 def uniform_orthogonal(rows: int, cols: int, generator: Generator, *, gain: bool) -> Matrix:
-    """Draw a semi-orthogonal matrix from the Haar distribution.
+    """Draw a matrix with orthonormal rows or columns from the uniform (Haar) distribution.
 
-    With `gain`, multiply the matrix by max(sqrt(cols / rows), 1), where rows is the input width.
+    With `gain`, multiply the matrix by max(sqrt(cols / rows), 1). Here, rows is the input width of
+    the layer, and cols is its output width.
 
     Source: scale-corrected uniform orthogonal (SUO) initialisation of Martens et al., "Rapid
     training of deep neural networks without skip connections or normalization layers",
@@ -322,7 +331,7 @@ def uniform_orthogonal(rows: int, cols: int, generator: Generator, *, gain: bool
     """
     tall = _normal(max(rows, cols), min(rows, cols), generator)
     basis, upper = torch.linalg.qr(tall)
-    # Without this line, the distribution would depend on the signs that the QR algorithm chooses.
+    # Otherwise, the distribution would depend on the signs that the QR algorithm chooses.
     basis = basis * upper.diagonal().sign()
     weights = basis if rows >= cols else basis.T
     return weights * (max((cols / rows) ** 0.5, 1.0) if gain else 1.0)
@@ -346,7 +355,7 @@ def _noise_matrix(dim: int, generator: Generator, noise: str) -> Float64[Tensor,
 class UniformFilters:
     """Depthwise filters with independent weights, uniform on [-1 / size, 1 / size] as in PyTorch.
 
-    `size` is the side of a filter.
+    Here, `size` is the side of a filter in pixels.
     """
 
     def filters(
@@ -370,10 +379,10 @@ class UniformFilters:
 
 @dataclass(frozen=True)
 class CovarianceFilters(UniformFilters):
-    """Normally distributed depthwise filters with a covariance similar to that of trained filters.
+    """Normally distributed depthwise filters, with a pixel covariance as in trained filters.
 
-    The covariance is built from Gaussians, which are narrow in the first layer and wider in deeper
-    layers.
+    The covariance of the pixels is built from Gaussians, which are narrow in the first layer and
+    wider in deeper layers.
 
     Attributes:
         sigma_0: Squared width of the Gaussians in the first layer, in pixels squared.
@@ -400,9 +409,10 @@ class CovarianceFilters(UniformFilters):
             )
 
     def sigma(self, depth: float) -> float:
-        """Return the squared width of the Gaussians, a quadratic function of the depth.
+        """Return the squared width of the Gaussians at a depth, in pixels squared.
 
-        Source: equation 3.11 of Trockman, "Mimetic initialization" (2025).
+        It is a quadratic function of the depth. Source: equation 3.11 of Trockman, "Mimetic
+        initialization" (2025).
 
         Args:
             depth: Relative depth of the layer: 0 for the first layer and 1 for the last.
@@ -434,7 +444,7 @@ def draw_convolutions(
     options: Mapping[str, Any],
     generator: Generator,
 ) -> None:
-    """Draw all convolutions and linear layers as PyTorch does, then redraw the depthwise filters.
+    """Draw all convolutions and linear layers as PyTorch does, then redraw depthwise filters.
 
     The filters are drawn last, so that the other weights do not depend on `init`.
 
@@ -461,10 +471,10 @@ def filter_covariance(size: int, sigma: float) -> Covariance:
     """Return the covariance matrix from which `CovarianceFilters` draws the pixels of a filter.
 
     A Gaussian has the value exp(-r^2 / (2 sigma)) at distance r from its peak. Let z_p be the value
-    at pixel p if the peak is at the centre of the filter, and c_pq the value at pixel q if the peak
-    is at pixel p. The covariance is ((z_p + z_q) c_pq - z_p z_q) / 2, by equation 3.10 of
-    Trockman's thesis "Mimetic initialization" (2025) in the pixel order of equation 3.1. The matrix
-    may have negative eigenvalues.
+    at pixel p if the peak is at the centre of the filter. Let c_pq be the value at pixel q if the
+    peak is at pixel p. The covariance of the pixels p and q is ((z_p + z_q) c_pq - z_p z_q) / 2.
+    This is equation 3.10 of Trockman's thesis "Mimetic initialization" (2025), in the pixel order
+    of equation 3.1. The matrix may have negative eigenvalues.
 
     Where equations of the thesis disagree, we follow figure A.3 of the thesis:
 
@@ -495,10 +505,10 @@ def filter_covariance(size: int, sigma: float) -> Covariance:
 def positive_root(covariance: Covariance) -> Covariance:
     """Return the symmetric square root of the nearest positive semi-definite matrix.
 
-    Negative eigenvalues are set to 0. The symmetric root is unique, although the eigenvectors of
-    repeated eigenvalues are arbitrary. In contrast, the code in figure A.4 of Trockman's thesis
-    "Mimetic initialization" (2025) calls NumPy's `multivariate_normal`, which takes the absolute
-    value of negative eigenvalues.
+    Negative eigenvalues of `covariance` are set to 0. The symmetric root is unique, although the
+    eigenvectors of repeated eigenvalues are arbitrary. In contrast, the code in figure A.4 of
+    Trockman's thesis "Mimetic initialization" (2025) calls NumPy's `multivariate_normal`, which
+    takes the absolute value of negative eigenvalues.
     """
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
@@ -510,7 +520,7 @@ def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[s
     Args:
         kinds: Classes of initialisers by name.
         name: Name of the initialiser.
-        options: Fields of its class that differ from their defaults.
+        options: Values of fields of its class. All other fields have their defaults.
 
     Raises:
         ConfigurationError: The name is unknown or an option is not allowed.
@@ -532,7 +542,10 @@ def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[s
 
 
 def fill_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of an initialiser, with defaults for those that are absent or None."""
+    """Return the values of all options of the initialiser `name`.
+
+    Options that are absent or None have their default values.
+    """
     kind: Any = {**INITIALISERS, **FILTER_INITIALISERS}.get(name, DefaultInit)
     return asdict(kind()) | {key: value for key, value in options.items() if value is not None}
 
@@ -540,9 +553,10 @@ def fill_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
     """Initialise the blocks of a ViT in place for training without skip connections.
 
-    The weights are drawn as in Ji et al., "Cutting the Skip" (see `SkiplessInit`). They equal those
-    of the configuration `model.init=skipless` for a timm model. All biases of the blocks are set to
-    0. Other parameters and the global random number generator are not changed.
+    The weights are drawn as in Ji et al., "Cutting the Skip" (see `SkiplessInit`). A timm model
+    that is configured with `model.init=skipless` gets the same weights for the same seed. All
+    biases of the blocks are set to zero. Other parameters and the global random number generator
+    are not changed.
 
     Args:
         model: A ViT from timm or from this suite. Each of its `blocks` has `attn.qkv`, `attn.proj`,
@@ -554,7 +568,7 @@ def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
         The same model.
 
     Raises:
-        ConfigurationError: The model lacks one of these modules, or an option is illegal.
+        ConfigurationError: The model lacks one of these modules, or an option is not allowed.
     """
     return _draw_blocks(model, "skipless", seed, options)
 
@@ -562,8 +576,20 @@ def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
 def mimetic_(model: Model, *, seed: int = 0, **options: Any) -> Model:
     """Initialise the blocks of a ViT in place so that they resemble trained blocks.
 
-    `options` are fields of `MimeticInit`. See `skipless_` for the other arguments, the result and
-    the errors.
+    The weights are drawn as in Trockman, "Mimetic initialization" (see `MimeticInit`). All biases
+    of the blocks are set to 0.
+
+    Args:
+        model: A ViT from timm or from this suite. Each of its `blocks` has `attn.qkv`, `attn.proj`,
+            `attn.num_heads`, `mlp.fc1` and `mlp.fc2`.
+        seed: Seed of the weights.
+        options: Options of the initialisation, which are the fields of `MimeticInit`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigurationError: The model lacks one of these modules, or an option is not allowed.
     """
     return _draw_blocks(model, "mimetic", seed, options)
 

@@ -1,7 +1,7 @@
 """Attention without a softmax: linear attention and orthogonal self-attention.
 
 Orthogonal self-attention rotates the values instead of averaging them. On a GPU, its matrix
-functions only use batched matrix products and factorisations.
+functions only use operations that process all matrices of a batch at once.
 """
 
 import math
@@ -52,22 +52,23 @@ class OrthogonalAttention(nn.Module):
 
     A = exp(S) with the skew-symmetric matrix S = alpha / sqrt(d_v) (Q K^T - K Q^T), where d_v is
     the width of a head. The matrix A is never computed. Let B be a basis of the column space of M =
-    [Q, K], and let s = B^T S B, which has at most 2 d_v rows. Then A V = V + B (exp(s) - I) B^T V.
-    The cost is linear in the number of tokens.
+    [Q, K]. The small matrix s = B^T S B has at most 2 d_v rows. Then the result of the attention is
+    A V = V + B (exp(s) - I) B^T V. The cost is linear in the number of tokens.
 
     Args:
         dim: Width of the tokens.
         num_heads: Number of heads.
         basis: Method that computes B. "qr" is the reduced QR decomposition. "newton_schulz" is six
-            iterations that start from M / ||M||_F. Their basis vectors are shorter than 1 in
-            directions with small singular values, so A is only approximately orthogonal.
+            iterations that start from M / ||M||_F. In directions with small singular values, the
+            basis vectors of "newton_schulz" are shorter than 1. A is then only approximately
+            orthogonal.
         alpha: Initial value of alpha, which is a learned parameter of each head.
 
     Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients with
-    the QR decomposition differ from the paper. There, they are divided by the diagonal of R and
-    explode near rank deficiency. Here, no gradients flow through the basis, because exp(S) does not
-    depend on it. Components outside the span of the basis are included to first order, which gives
-    the same derivative without a division.
+    the QR decomposition differ from the paper. In the paper, the gradients are divided by the
+    diagonal of R, so they explode if M almost lacks full rank. Here, no gradients flow through the
+    basis, because exp(S) does not depend on the basis. Components outside the span of the basis are
+    included to first order, which gives the same derivative without a division.
     """
 
     def __init__(self, dim: int, num_heads: int, basis: Basis = "qr", alpha: float = 0.1) -> None:
@@ -96,9 +97,9 @@ class OrthogonalAttention(nn.Module):
         return self.proj(heads.transpose(1, 2).flatten(2))
 
     def attention(self, x: Tokens) -> Float[Tensor, "batch heads tokens tokens"]:
-        """Compute the attention matrix A of each head.
+        """Compute the orthogonal attention matrix A = exp(S) of each head.
 
-        The cost is quadratic in the number of tokens.
+        The cost is quadratic in the number of tokens. `forward` does not call this method.
         """
         queries_keys, values = self._project(x)
         identity = torch.eye(x.shape[1], dtype=values.dtype, device=x.device)
@@ -132,8 +133,14 @@ def _rotate_in_span(m: QueriesKeys, v: HeadTokens, scale: Float[Tensor, "heads 1
     """Return A V for A = exp(S), using an orthonormal basis of the column space of M = [Q, K].
 
     No gradients flow through the basis. Therefore a term with `outside`, the part of M outside the
-    span of the basis, is added. It is 0 up to rounding, but makes the derivative equal to that of
-    exp(S) V = V + M phi(J M^T M) J M^T V, where S = M J M^T and M J = scale [-K, Q].
+    span of the basis, is added. The term is 0 up to rounding, but it makes the derivative exact.
+    The derivative then equals the derivative of exp(S) V = V + M phi(J M^T M) J M^T V. Here, phi(X)
+    = (exp(X) - I) X^-1, and J is defined by M J = scale [-K, Q], so that S = M J M^T.
+
+    Args:
+        m: Queries and keys of each head, M = [Q, K].
+        v: Values V of each head.
+        scale: The factor alpha / sqrt(d_v) of S, where d_v is the width of a head.
     """
     basis = orthonormal_basis(m)
     inside = basis.mT @ m
@@ -177,7 +184,7 @@ def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
     """Return an orthonormal basis of a space that contains the columns of `m`, without gradients.
 
     The method is Householder QR. In float32 on CUDA, `cholesky_basis` is used instead, because
-    PyTorch's QR would decompose the matrices of a batch one by one.
+    PyTorch's QR decomposes the matrices of a batch one by one.
     """
     if m.is_cuda and m.dtype == torch.float32:
         return cholesky_basis(m)
@@ -188,13 +195,15 @@ def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
 def cholesky_basis(m: Columns) -> Columns:
     """Compute an approximately orthonormal basis of the columns of M by Cholesky QR.
 
-    Each of two rounds replaces M by M R^-1 with R^T R = M^T M + shift I, in float64. All products,
-    Cholesky factors and triangular solves are batched, and the host does not wait for the device.
-    The shift makes singular matrices possible. A direction whose singular value is at least 1e-7
-    times the largest one has less than 1e-6 of its length outside the basis.
+    Each of two rounds replaces M by M R^-1 in float64. Here, R is the Cholesky factor in R^T R =
+    M^T M + shift I. All products, Cholesky factors and triangular solves are batched, and the CPU
+    does not wait for the GPU. With the shift, singular matrices have a Cholesky factor too. A
+    direction whose singular value is at least 1e-7 times the largest one has less than 1e-6 of its
+    length outside the basis.
 
     Source: Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015. The shift
-    is that of Fukaya et al., "Shifted Cholesky QR", 2020, with a smaller factor and in both rounds.
+    comes from Fukaya et al., "Shifted Cholesky QR", 2020. Here, it has a smaller factor and is used
+    in both rounds.
     """
     basis = m.double()
     limits = torch.finfo(basis.dtype)
@@ -209,31 +218,31 @@ def cholesky_basis(m: Columns) -> Columns:
 
 
 def phi(skew: Square) -> Square:
-    """Return (exp(S) - I) S^-1, the sum of S^n / (n + 1)!, for skew-symmetric S.
+    """Return (exp(S) - I) S^-1 for each skew-symmetric matrix S in `skew`.
 
-    For singular S, the sum defines the result. A Taylor polynomial gives phi(S / 2^n). Then n
-    doublings apply phi(2 X) = phi(X) + phi(X) X phi(X) / 2. Since all steps are matrix products,
-    the gradients cost only twice as much as the values. In contrast, the gradients of
-    `torch.matrix_exp` need the exponential of a matrix of twice the size. In float32 on CUDA and in
-    compiled code, `phi_without_sync` is called instead.
+    For singular S, the result is defined as the sum of S^n / (n + 1)! over n >= 0. A Taylor
+    polynomial gives phi(S / 2^n). Then n doublings apply phi(2 X) = phi(X) + phi(X) X phi(X) / 2.
+    Since all steps are matrix products, the gradients cost only twice as much as the values. In
+    contrast, the gradients of `torch.matrix_exp` need the exponential of a matrix of twice the
+    size. In float32 on CUDA and in compiled code, `phi_without_sync` is called instead.
     """
     if skew.dtype == torch.float32 and (skew.is_cuda or torch.compiler.is_compiling()):
         return phi_without_sync(skew)
     doublings = _count_doublings(skew, _MAX_DOUBLINGS)
     small = skew * torch.exp2(-doublings.to(skew.dtype))
-    # The host waits for this number. Tensors on the meta device, which are used to count FLOPs,
+    # The CPU waits for this number. Tensors on the meta device, which are used to count FLOPs,
     # have no values.
     count = 0 if skew.is_meta else int(doublings.max())
     return _double(small, doublings, count, torch.matmul, _identity(skew))
 
 
 def phi_without_sync(skew: Square) -> Square:
-    """Compute `phi` without making the host wait for the device.
+    """Compute (exp(S) - I) S^-1 as `phi` does, but never make the CPU wait for the GPU.
 
     `phi` doubles the argument of a polynomial several times, and reads the number of doublings from
-    the device. Here, the loop always makes the maximum number of doublings and ignores those that
-    are not needed. The result is bitwise identical, unless the norm of S is above 1e5 in float32
-    (16 doublings). The norm has no bound, because queries, keys and alpha are learned. Above 1e5,
+    the GPU. Here, the loop always makes the maximum number of doublings and ignores unnecessary
+    doublings. The result is bitwise identical, unless the norm of S is above 1e5 in float32 (16
+    doublings). The norm has no bound, because queries, keys and alpha are learned. Above 1e5,
     rounding would change rotation angles by 2^-7 or more. A larger S is therefore multiplied by the
     factor w < 1 that reduces its norm to 1e5, and the result is w phi(w S). Multiplied by S, it
     gives phi(w S) (w S), so that phi(S) S + I remains a rotation.
@@ -245,7 +254,10 @@ def phi_without_sync(skew: Square) -> Square:
 
 
 def max_doublings(dtype: torch.dtype) -> int:
-    """Return the number of doublings that `phi_without_sync` makes, such as 16 in float32."""
+    """Return the number of doublings that `phi_without_sync` makes for a dtype.
+
+    It is 16 for float32.
+    """
     return -round(math.log2(torch.finfo(dtype).eps)) - _ANGLE_BITS
 
 
@@ -277,10 +289,10 @@ class _Phi(torch.autograd.Function):
 def _choose_scaling(
     skew: Square,
 ) -> tuple[Float[Tensor, "*batch 1 1"], Int64[Tensor, "*batch 1 1"]]:
-    """Return how `phi_without_sync` treats each matrix S.
+    """Return the factor and the number of doublings that `phi_without_sync` uses for each matrix S.
 
     Returns:
-        The factor w, which limits the norm of w S, and the number of doublings for phi(w S).
+        The factor w <= 1, which limits the norm of w S, and the number of doublings for phi(w S).
     """
     count = max_doublings(skew.dtype)
     factor = (_largest_norm(skew.dtype) * 2**count / _norm_bound(skew)).clamp(max=1)
@@ -290,9 +302,9 @@ def _choose_scaling(
 def _product_rule(
     left: Float[Tensor, "2 *batch rank rank"], right: Float[Tensor, "2 *batch rank rank"]
 ) -> Float[Tensor, "2 *batch rank rank"]:
-    """Return the product of two matrices, stacked with its derivative.
+    """Return the product of two matrices and the derivative of this product, stacked.
 
-    Each argument is a matrix stacked with its derivative.
+    Each argument consists of a matrix and its derivative, stacked along the first axis.
     """
     change = left[1] @ right[0] + left[0] @ right[1]
     return torch.stack([left[0] @ right[0], change])
@@ -301,7 +313,9 @@ def _product_rule(
 def _double(
     small: Tensor, doublings: Tensor, count: int, product: Product, identity: Tensor
 ) -> Tensor:
-    """Return phi(2^n X) for each matrix X in `small`, where n is its number in `doublings`.
+    """Return phi(2^n X) for each matrix X in `small`, where n is its entry in `doublings`.
+
+    Here, phi(S) = (exp(S) - I) S^-1.
 
     Args:
         small: Matrices whose norm is small enough for the Taylor polynomial of phi.
@@ -319,9 +333,9 @@ def _double(
 
 
 def _count_doublings(skew: Square, maximum: int) -> Int64[Tensor, "*batch 1 1"]:
-    """Return how often each matrix must be halved until the Taylor polynomial of phi is accurate.
+    """Return how often each matrix must be halved until a Taylor polynomial is accurate for it.
 
-    The result is at most `maximum`.
+    This is the Taylor polynomial of phi(S) = (exp(S) - I) S^-1. The result is at most `maximum`.
     """
     exponent = torch.log2(_norm_bound(skew) / _largest_norm(skew.dtype)).ceil().nan_to_num(0.0)
     return exponent.clamp(0, maximum).long()
@@ -333,7 +347,10 @@ def _norm_bound(skew: Square) -> Float[Tensor, "*batch 1 1"]:
 
 
 def _largest_norm(dtype: torch.dtype) -> float:
-    """Return the largest matrix norm for which `_taylor` is exact up to rounding."""
+    """Return the largest norm of a matrix for which `_taylor` is exact up to rounding.
+
+    `_taylor` computes a Taylor polynomial of phi(S) = (exp(S) - I) S^-1.
+    """
     return (torch.finfo(dtype).eps * math.factorial(_DEGREE + 1)) ** (1 / (_DEGREE + 1))
 
 
@@ -345,7 +362,7 @@ def _taylor(small: Tensor, product: Product, identity: Tensor) -> Tensor:
     """Return the Taylor polynomial of phi: the sum of X^n / (n + 1)! for n < 12."""
     square = product(small, small)
     powers = torch.stack([identity.expand_as(small), small, square, product(square, small)])
-    # Create them on the device, because a copy from the host would wait for the device.
+    # Create the numbers on the device, because a copy from the CPU would wait for the device.
     numbers = torch.arange(1, _DEGREE + 1, dtype=torch.float64, device=float64_device(small.device))
     coefficients = numbers.cumprod(0).reciprocal().to(small.dtype).to(small.device).view(-1, 4)
     low, middle, high = torch.tensordot(coefficients, powers, dims=1)

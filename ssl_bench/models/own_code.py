@@ -1,6 +1,6 @@
-"""Compute a digest of the code of a user's module.
+"""Compute a SHA-256 of the code of a user's module.
 
-It distinguishes modules with equal weights but different code.
+It distinguishes modules that have equal weights but different code.
 """
 
 import dis
@@ -29,9 +29,9 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, range, torch.dtype, np.dtyp
 def code_sha256(module: nn.Module) -> str:
     """Return the SHA-256 of the code that a module runs.
 
-    The digest covers the source of all classes and functions that the user wrote. It also covers
+    The hash includes the source of all classes and functions that the user wrote. It also includes
     the globals, closure variables and default arguments that these functions use, including values
-    inside containers, partial functions and objects. Code of installed packages is covered only if
+    inside containers, partial functions and objects. Code of installed packages is only included if
     it defines the class of the module or of a submodule.
     """
     code = _CodeLines()
@@ -51,13 +51,13 @@ def code_sha256(module: nn.Module) -> str:
 class _CodeLines:
     """Text lines that describe a module's code and the values that the code uses.
 
-    The lines are a set, so the digest of their sorted text does not depend on the order of
+    The lines are a set, so the SHA-256 of their sorted text does not depend on the order of
     submodules.
     """
 
     def __init__(self) -> None:
         self.lines: set[str] = set()
-        # Visited objects by id. The references keep the objects alive, so that no id is reused.
+        # Visited objects by id. These references keep the objects alive, so that no id is reused.
         self._seen: dict[int, Any] = {}
 
     def add_value(self, name: str, value: Any) -> None:

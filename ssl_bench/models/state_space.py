@@ -1,7 +1,8 @@
 """Mamba 1 and Mamba 2, which predict the next token of a sequence, and their initialisation.
 
-A block mixes tokens by a short convolution and a state space model. Each channel has a decay A < 0.
-Each token has step sizes Delta, keys B and queries C. The state h and the output y of a channel are
+A block mixes tokens by a convolution over four tokens and a state space model. Each channel has a
+decay A < 0. Each token has step sizes Delta, keys B and queries C. The state h and the output y of
+a channel are
 
     h_t = exp(Delta_t A) h_(t-1) + Delta_t x_t B_t,    y_t = C_t . h_t.
 
@@ -86,13 +87,14 @@ class StateSpaceConfig(EncoderConfig):
 
     Attributes:
         version: Version of Mamba. "mamba1" has a step size for each channel, and a decay for each
-            entry of the channel's state. "mamba2" has one step size and one decay for each head.
+            entry of a channel's state. "mamba2" has one step size and one decay for each head.
         num_states: Number of entries in the state of a channel. Trockman's thesis uses 32 for Mamba
             1.
         head_width: Number of channels in a head of Mamba 2.
         num_tokens: Size of the vocabulary, that is, of letters and special tokens.
-        mimetic: Parts of mimetic initialisation to apply: "decay", "step", "correlation" and
-            "convolution". An empty list means the initialisation of Mamba's authors.
+        mimetic: Parts of mimetic initialisation (imitation of linear attention) to apply: "decay",
+            "step", "correlation" and "convolution". An empty list means the initialisation of
+            Mamba's authors.
         mimetic_layers: Indices of the blocks with mimetic initialisation, starting at 0. None means
             all blocks.
         state_decay: Initial decay A if `mimetic` contains "decay". "power" replaces the drawn value
@@ -156,14 +158,14 @@ class StateSpaceConfig(EncoderConfig):
 
     @property
     def inner_dim(self) -> int:
-        """Number of channels in a mixer, which is twice the width of the model."""
+        """Number of channels in a Mamba mixer, which is twice the width of the model."""
         return _EXPANSION * self.dim
 
 
 def causal_convolution(values: Tokens, taps: nn.Conv1d) -> Tokens:
     """Convolve each channel over the current token and the three tokens before it.
 
-    The last tap is applied to the current token.
+    The last of the four taps is applied to the current token.
     """
     return taps(F.pad(values.transpose(1, 2), (_TAPS - 1, 0))).transpose(1, 2)
 
@@ -171,11 +173,12 @@ def causal_convolution(values: Tokens, taps: nn.Conv1d) -> Tokens:
 class Mamba1Mixer(nn.Module):
     """Token mixer of Mamba 1, which maps tokens u to W3 (S(x) silu(z)) with (x, z) = W1 u.
 
-    S is a convolution, followed by silu and a scan.
+    Here, W1 and W3 are the projections before and after the mixing of tokens. S is a convolution,
+    followed by silu and a scan (the recurrence over tokens).
 
     Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of Trockman's thesis "Mimetic
-    initialization" (2025) omits the skip connection D x of the scan and the norm of the block,
-    which are included here.
+    initialization" (2025) omits the skip connection D x of the scan and the norm of the block. Both
+    are included here.
     """
 
     def __init__(self, config: StateSpaceConfig) -> None:
@@ -196,7 +199,7 @@ class Mamba1Mixer(nn.Module):
     def step_weight(self) -> Tensor:
         """Return the second matrix of the low-rank map from a token to its step sizes.
 
-        Its shape is channels x `rank`.
+        Its shape is channels x `self.rank`.
         """
         return self.step.weight
 
@@ -234,7 +237,7 @@ class Mamba2Mixer(nn.Module):
     """Token mixer of Mamba 2, which maps tokens u to W3 RMSNorm(S(x) silu(z)).
 
     Here, (z, x, B, C, delta) = W u. The parts x, B and C are convolved and passed through silu. S
-    is a scan.
+    is a scan (the recurrence over tokens), whose step sizes are computed from delta.
 
     Source: https://arxiv.org/abs/2405.21060, with one group of keys and queries.
     """
@@ -290,7 +293,7 @@ Mixer = Mamba1Mixer | Mamba2Mixer
 
 
 class StateSpaceBlock(nn.Module):
-    """A mixer with a norm before it and a skip connection: x + mixer(RMSNorm(x))."""
+    """A Mamba mixer after a norm, with a skip connection: x + mixer(RMSNorm(x))."""
 
     def __init__(self, config: StateSpaceConfig) -> None:
         super().__init__()
@@ -317,7 +320,10 @@ class StateSpaceModel(EncoderModule):
     def forward(
         self, tokens: Int64[Tensor, "batch tokens"]
     ) -> Float[Tensor, "batch tokens choices"]:
-        """Return the logits of the next token at each position, given all tokens up to there."""
+        """Return the logits of the next token at each position.
+
+        The logits at a position depend on the token at this position and on all earlier tokens.
+        """
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
@@ -327,7 +333,8 @@ class StateSpaceModel(EncoderModule):
 def _draw_mixer(mixer: Mixer, depth: int, generator: Generator) -> None:
     """Draw the weights of a Mamba mixer in place as the authors of Mamba do.
 
-    The weights of the output projection are divided by sqrt(depth).
+    The weights of the output projection are divided by sqrt(depth), where depth is the number of
+    blocks.
     """
     draw_uniform(mixer.in_proj, generator)
     draw_uniform(mixer.out_proj, generator)
@@ -350,7 +357,7 @@ def _draw_mixer(mixer: Mixer, depth: int, generator: Generator) -> None:
 
 
 def _apply_mimetic_parts(mixer: Mixer, config: StateSpaceConfig) -> None:
-    """Apply the parts of mimetic initialisation in `config.mimetic` to a Mamba mixer, in place."""
+    """Change the weights of a Mamba mixer by the mimetic initialisation in `config.mimetic`."""
     if _DECAY in config.mimetic:
         mixer.log_decay.mul_(-_EXPONENT)
         if config.state_decay == "constant":
@@ -378,8 +385,8 @@ def scan_channels(
     """Compute the output y of Mamba 1's state space model by its recurrence over tokens.
 
     In each channel, the recurrence is h_t = exp(Delta_t A) h_(t-1) + Delta_t x_t B_t, and the
-    output is y_t = C_t . h_t. Multiplying x by the equivalent matrix `channel_mixing` would take
-    ten times as long, because each channel has its own matrix.
+    output is y_t = C_t . h_t. Multiplying x by the equivalent matrix that `channel_mixing` returns
+    would take ten times as long, because each channel has its own matrix.
 
     Args:
         inputs: Inputs x (batch x tokens x channels).
@@ -406,9 +413,15 @@ def scan_channels(
 def channel_mixing(
     steps: PerChannel, decay: Float[Tensor, "channels states"], keys: Selected, queries: Selected
 ) -> Float[Tensor, "batch channels tokens tokens"]:
-    """Return the matrix M of each channel of Mamba 1 that maps its inputs to its outputs, y = M x.
+    """Return the matrix M of each channel of Mamba 1 that maps inputs x to outputs y = M x.
 
     The rows are output tokens, and the columns are input tokens.
+
+    Args:
+        steps: Positive step sizes Delta.
+        decay: Decay A, at most 0.
+        keys: Keys B.
+        queries: Queries C.
     """
     logs = (steps[..., None] * decay).cumsum(1)
     between = _masked_exp(logs[:, :, None] - logs[:, None])  # batch outputs inputs channels states
@@ -427,9 +440,9 @@ def scan_heads(
 ) -> Float[Tensor, "batch tokens heads width"]:
     """Compute the output y of Mamba 2's state space model in chunks of tokens.
 
-    Within a chunk, inputs are multiplied by the matrix `head_mixing`. A recurrence carries the
-    state from chunk to chunk. A single chunk only uses the matrix, and chunks of one token only use
-    the recurrence.
+    Within a chunk, inputs are multiplied by the matrix that `head_mixing` returns. A recurrence
+    carries the state from chunk to chunk. With a single chunk, only the matrix is used. With chunks
+    of one token, only the recurrence is used.
 
     Args:
         inputs: Inputs x.
@@ -457,9 +470,15 @@ def scan_heads(
 def head_mixing(
     steps: PerHead, decay: Float[Tensor, " heads"], keys: Selected, queries: Selected
 ) -> Float[Tensor, "batch heads tokens tokens"]:
-    """Return the matrix M of each head of Mamba 2 that maps its inputs to its outputs, y = M x.
+    """Return the matrix M of each head of Mamba 2 that maps inputs x to outputs y = M x.
 
     The rows are output tokens, and the columns are input tokens.
+
+    Args:
+        steps: Positive step sizes Delta.
+        decay: Decay A, at most 0.
+        keys: Keys B.
+        queries: Queries C.
     """
     logs = (steps * decay).cumsum(1)
     between = _masked_exp(logs[:, :, None] - logs[:, None])  # batch outputs inputs heads

@@ -37,10 +37,10 @@ class _Stage:
 
     Attributes:
         blocks: Names of the blocks. If the stage cannot be divided, the only entry is its own name.
-        width: Number of channels of the outputs.
+        width: Number of channels of each output.
         stride: Distance between neighbouring patches in pixels.
-        num_prefix_tokens: Number of tokens before the patches. None if the blocks return feature
-            maps.
+        num_prefix_tokens: Number of tokens before the patch tokens, such as [CLS]. None if the
+            blocks return feature maps.
         channels_last: Whether the channels are the last axis of feature maps.
     """
 
@@ -60,10 +60,11 @@ def trace_blocks(model: Any) -> Shape:
     The output of each stage must equal the features that `model.forward_intermediates` returns.
 
     Returns:
-        The names and shapes of the blocks.
+        The names, widths, strides and token counts of the blocks.
 
     Raises:
-        UnsupportedBlocks: A stage does not return the features that timm extracts from it.
+        UnsupportedBlocks: The model rejects the image, a stage does not return the features that
+            timm extracts from it, or the blocks have different layouts.
     """
     # Some models store a list, and others store a `FeatureInfo`.
     infos = list(getattr(model.feature_info, "info", model.feature_info))
@@ -130,10 +131,11 @@ def _trace_stages(model: Any, names: Sequence[str], size: tuple[int, int]) -> li
 
 
 def _record_outputs(model: Any, names: Sequence[str], images: Images) -> dict[str, Tensor]:
-    """Run a forward pass, and return the outputs of all stages and of modules that may be blocks.
+    """Run a forward pass, and return copies of the outputs of some modules by module name.
 
-    A module is left out if it is called several times, returns something other than a tensor, or
-    returns a tensor that a later module modifies in place.
+    These modules are the stages in `names` and all modules that may be blocks of these stages. The
+    result does not contain a module that is called several times or returns something other than a
+    tensor. It also does not contain a module whose output is later modified in place.
     """
     parts = dict(model.named_modules())
     candidates = {sibling for name in names for sibling in (*_earlier_siblings(name), name)}
@@ -159,13 +161,25 @@ def _record_outputs(model: Any, names: Sequence[str], images: Images) -> dict[st
 
 
 def _earlier_siblings(name: str) -> list[str]:
-    """Return the names of the modules before `name` in its list, such as blocks.0 for blocks.1."""
+    """Return the names of the modules that come before a module in its list.
+
+    For example, the result for "blocks.2" is ["blocks.0", "blocks.1"]. It is empty if the name does
+    not end with a number.
+    """
     parent, _, index = name.rpartition(".")
     return [f"{parent}.{number}" for number in range(int(index))] if index.isdigit() else []
 
 
 def _inner_blocks(parts: Mapping[str, nn.Module], name: str) -> list[str]:
-    """Return the names of the modules in a stage's `blocks`, or else of the stage's children."""
+    """Return the names of the modules that may be the blocks of a stage of a timm model.
+
+    They are the children of the stage's submodule `blocks`. If there is no such submodule, they are
+    the children of the stage itself.
+
+    Args:
+        parts: All modules of the model by name.
+        name: Name of the stage.
+    """
     owner = f"{name}.blocks" if f"{name}.blocks" in parts else name
     return [f"{owner}.{child}" for child, _ in parts[owner].named_children()]
 
@@ -173,21 +187,21 @@ def _inner_blocks(parts: Mapping[str, nn.Module], name: str) -> list[str]:
 def _divide_stage(
     model: Any, stage: str, outputs: Mapping[str, Tensor], used: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the names of the blocks of a stage, in order.
+    """Return the names of the blocks of a stage of a timm model, in order.
 
-    The modules inside the stage are its blocks if all have the same class and output shape, and if
-    the last one returns the stage's output. Each of them must contain further modules. Otherwise,
-    the stage itself is its only block.
+    The modules inside a stage are its blocks if all of them have the same class and output shape.
+    In addition, the last of them must return the stage's output, and each must contain further
+    modules. Otherwise, the stage itself is its only block.
 
-    For Hiera, timm lists only the last block of each stage. Modules that precede it in the same
-    `ModuleList` therefore also belong to the stage, if they have the same class and output shape.
-    Each of them is divided in the same way.
+    For Hiera, timm lists only the last block of each stage. The modules before it in the same
+    `ModuleList` then also belong to the stage, if they have the same class and output shape. Each
+    of them is divided in the same way.
 
     Args:
         model: The timm model.
         stage: Name of the stage, or of its last block.
-        outputs: Output of each module in a forward pass.
-        used: Names of modules that belong to other stages.
+        outputs: Output of each module in a forward pass, by the name of the module.
+        used: Names of modules that cannot be added, because they belong to other stages.
     """
     parts = dict(model.named_modules())
     shape, kind = outputs[stage].shape, type(parts[stage])
@@ -214,9 +228,15 @@ def _divide_stage(
 def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple[int | None, bool]:
     """Find the layout of a stage's output by comparing it with timm's own features.
 
+    Args:
+        model: The timm model.
+        stage: Name of the stage, or of its last block.
+        output: Output of the stage in a forward pass.
+        expected: Feature map that timm's `forward_intermediates` returns for the stage.
+
     Returns:
-        The number of tokens before the patches (None for feature maps), and whether the channels
-        are the last axis of feature maps.
+        The number of tokens before the patch tokens (None for feature maps), and whether the
+        channels are the last axis of feature maps.
 
     Raises:
         UnsupportedBlocks: The output does not match timm's features in any layout.
@@ -243,10 +263,16 @@ def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple
 
 
 def _remove_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
-    """Return the stages of a timm model without its stem.
+    """Return the stages of a timm model without its stem, the layers before the first block.
 
-    The stem consists of the stages before the first stage that is divided into blocks. An earlier
-    stage is kept if it has the same class as these blocks. If no stage is divided, all are kept.
+    All stages before the first stage that is divided into blocks belong to the stem. The exception
+    is a stage of the same class as these blocks, which is kept. If no stage is divided, all stages
+    are kept.
+
+    Args:
+        model: The timm model.
+        names: Name of each stage.
+        stages: Blocks of each stage, in the same order.
     """
     for first, (name, stage) in enumerate(zip(names, stages, strict=True)):
         if stage.blocks != (name,):

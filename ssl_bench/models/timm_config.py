@@ -33,11 +33,12 @@ class Family:
         name: Name of the family in messages.
         stages: Number of stages. Each stage after the first halves the token grid.
         patch_size: Patch size in pixels of models whose name states no patch size.
-        arguments: Names of timm's constructor arguments for the widths, depths and heads.
+        arguments: timm's names of the constructor arguments that set the fields "widths", "depths"
+            and "heads" of `TimmConfig`.
         options: Other arguments that timm's constructor accepts: some of "img_size", "patch_size",
             "window_size" and "dynamic_img_size". Models with "dynamic_img_size" accept images of
             any size.
-        class_blocks: Whether the last blocks only update [CLS].
+        class_blocks: Whether the last blocks only update [CLS], as in CaiT.
         inits: Names of the initialisers that support the blocks of the family.
     """
 
@@ -74,7 +75,8 @@ class TimmConfig(EncoderConfig):
 
     Args:
         name: timm's name of the model, without a tag. It determines all properties that no other
-            field sets. DINOv3, and ConvNeXts whose stem is not a patch embedding, are refused.
+            field sets. An error is raised for DINOv3, and for a ConvNeXt whose stem is not a patch
+            embedding.
         image_size: Side of the training images in pixels. It must be a multiple of the stride of
             the last stage. Each stage after the first halves the token grid.
         patch_size: Patch size of the first layer in pixels. 0 means the size in the name.
@@ -88,15 +90,16 @@ class TimmConfig(EncoderConfig):
             first block to this value in the last block.
         graying: Token graying before each block with attention, which increases small singular
             values of the token matrix. See `ssl_bench.models.graying`.
-        graying_exponent: Exponent of the graying in (0, 1]. 1 changes nothing.
+        graying_exponent: Exponent of the graying in (0, 1]. A smaller exponent increases small
+            singular values more. 1 changes nothing.
         graying_layers: Indices of the blocks with graying, numbered from 0 across all stages. None
             means all blocks.
-        graying_scope: The tokens that form one matrix: all tokens of an image ("map"), or the
-            tokens of one Swin window ("window").
+        graying_scope: Tokens to which graying is applied as one matrix: all tokens of an image
+            ("map"), or the tokens of one Swin window ("window").
         graying_class_blocks: Whether graying is also applied before CaiT's last blocks, which only
             update [CLS]. There, graying changes [CLS] and all patches.
-        frozen_filters: Do not train the weights of ConvNeXt's depthwise convolutions. Their biases
-            are trained.
+        frozen_filters: Whether to keep the weights of ConvNeXt's depthwise convolutions fixed.
+            Their biases are trained.
         init: "default" is timm's initialisation, and the only choice for PVT v2. ConvNeXt also has
             "uniform" (PyTorch's default for all layers) and "covariance" (like "uniform", but with
             other depthwise filters). All other models have the initialisers of `ViTConfig` except
@@ -228,7 +231,7 @@ class TimmConfig(EncoderConfig):
 
     @property
     def num_heads(self) -> int:
-        """Number of attention heads of the first block, or 0 if it has no attention."""
+        """Number of attention heads of the first block, or 0 if this block has no attention."""
         return self.shape.num_heads
 
     @property

@@ -1,4 +1,4 @@
-"""Give timm models the interface of an encoder, and build those that this suite can train."""
+"""Wrap timm models as encoders, and build the timm models that this suite can train."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -68,14 +68,14 @@ class TimmBackbone(nn.Module):
     """A timm model with the attributes that encoders need: a list `blocks` and a final `norm`.
 
     Images of other sizes than the native size need resized position embeddings. Models of the timm
-    classes in `KNOWN`, such as VisionTransformer, resize them as in DINO. timm itself resizes them
-    with antialiasing and without a margin, so its features differ at these sizes. All other models
-    resize their position embeddings as timm does.
+    classes in `KNOWN`, such as VisionTransformer, resize them as in DINO. timm's own resizing gives
+    other features at these sizes, because it uses antialiasing and does not add DINO's margin of
+    0.1 to the grid size. All other models resize their position embeddings as timm does.
 
     Args:
         model: The timm model. It is not copied.
-        traced: Result of `trace_blocks`. None if the class of the model is in `KNOWN`, because
-            `list_blocks` finds its blocks.
+        traced: Result of `trace_blocks`, which contains the names of the blocks. None if the class
+            of the model is in `KNOWN`, because `list_blocks` finds its blocks.
     """
 
     def __init__(self, model: nn.Module, traced: Shape | None = None) -> None:
@@ -97,7 +97,10 @@ class TimmBackbone(nn.Module):
 
     @property
     def norm(self) -> nn.Module:
-        """Final norm, applied to the tokens of the last block. The identity if there is none."""
+        """Final norm, which is applied to the tokens of the last block.
+
+        It is the identity if the model has no such norm.
+        """
         if self.traced is None:
             if isinstance(self.model, ConvNeXt):
                 # timm applies this norm to the mean of a feature map.
@@ -114,7 +117,10 @@ class TimmBackbone(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """Text that describes how the position embedding is resized. None if it never is."""
+        """Text that describes how the position embedding is resized for other image sizes.
+
+        It is None if the position embedding is never resized.
+        """
         if self.traced is None:
             has_positions = getattr(self.model, "pos_embed", None) is not None
             return describe_resampling() if has_positions else None
@@ -122,7 +128,7 @@ class TimmBackbone(nn.Module):
         return "as timm resizes them" if has_positions and self.traced.any_size else None
 
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
-        """Return timm's features before its classifier: [CLS] or a mean of the patches."""
+        """Return timm's features before its classifier: [CLS] or the mean patch token."""
         model: Any = self.model
         if self.traced is not None or getattr(model, "pos_embed", None) is None:
             return model(images)
@@ -155,7 +161,7 @@ class _TokenNorm(nn.Module):
 class TimmEncoder(TimmBackbone, EncoderModule):
     """A timm model that this suite trains. Create it with `build_encoder`, which draws its weights.
 
-    The names of the weights are those of timm with the prefix "model.".
+    Each weight has timm's name with the prefix "model.".
     """
 
     config: TimmConfig
@@ -234,10 +240,11 @@ def native_size(model: Any) -> tuple[int, int]:
 
 
 def token_arrangement(model: Any) -> Callable[[Tensor, int], Tensor] | None:
-    """Return the function that arranges a timm model's patch tokens as maps, for `Encoder.arrange`.
+    """Return the function that arranges the patch tokens of a timm model as feature maps, or None.
 
-    The result is None if the patches are already in row-major order. Hiera needs such a function,
-    because it stores the patches of a window next to each other.
+    None means that the patch tokens are already in row-major order. Hiera needs a function, because
+    it stores the patches of a window next to each other. The arguments of the function are tokens
+    (batch, patches, dim) and the index of their block. It returns maps (batch, rows, cols, dim).
     """
     return getattr(model, "reroll", None)
 
@@ -250,7 +257,7 @@ def count_heads(block: nn.Module) -> int:
 
 
 def count_registers(model: Any) -> int:
-    """Return the number of register tokens of a timm model."""
+    """Return the number of register tokens of a timm model, or 0 if it has none."""
     registers = getattr(model, "reg_token", None)
     return getattr(model, "num_reg_tokens", 0) if registers is None else registers.shape[1]
 
@@ -262,7 +269,10 @@ def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
 
 
 def shape_of(config: TimmConfig) -> Shape:
-    """Return the widths and strides of a configured model's blocks without creating weights."""
+    """Return the widths, strides and token counts of the blocks of a configured timm model.
+
+    The model is built on the device "meta", so its weights need neither time nor memory.
+    """
     fields = config.to_dict()
     described = {key: value for key, value in fields.items() if key not in config.training_fields}
     return _shape_of(json.dumps(described))
@@ -276,8 +286,8 @@ def _shape_of(described: str) -> Shape:
 def shape_of_model(model: Any) -> Shape:
     """Return the widths, strides and token counts of a timm model's blocks.
 
-    They are read from `model.feature_info`. The class of the model must be in `KNOWN`, such as
-    VisionTransformer or SwinTransformer.
+    The widths and strides are read from `model.feature_info`. The class of the model must be in
+    `KNOWN`, such as VisionTransformer or SwinTransformer.
     """
     blocks, stages = list_blocks(model), _list_stages(model)
     # `feature_info` has one entry per stage, or one per block if the model has no stages.
@@ -294,7 +304,10 @@ def shape_of_model(model: Any) -> Shape:
 
 
 def create(config: TimmConfig, device: str | None = None) -> Any:
-    """Create a timm model from a configuration. The global random state does not change."""
+    """Create a timm model from a configuration. The global random state does not change.
+
+    `device` is "meta" for a model without memory for its weights.
+    """
     if not timm.is_model(config.name):
         raise ConfigurationError(
             f"model.name must be a model of timm {timm.__version__}, got {config.name!r}. "
@@ -330,13 +343,14 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
 def gray_inputs(
     config: TimmConfig, blocks: Sequence[nn.Module], class_blocks: Iterable[nn.Module]
 ) -> None:
-    """Add token graying before those blocks of a timm model that a configuration selects.
+    """Apply token graying to the inputs of the blocks that a configuration selects.
 
-    Token graying reduces the condition number of the token matrix.
+    Token graying reduces the condition number of the token matrix. It is added to the blocks as a
+    forward pre-hook.
 
     Args:
         config: Configuration that selects the blocks and the kind of graying.
-        blocks: Blocks of the model.
+        blocks: Blocks of the timm model, without `class_blocks`.
         class_blocks: Last blocks of CaiT, which only update [CLS].
     """
     check_layers("graying_layers", config.graying_layers, len(blocks))
@@ -352,10 +366,14 @@ def gray_inputs(
 
 
 def gray_images(graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Apply token graying to all tokens of each image as one matrix.
+    """Apply token graying to all tokens of each image as one matrix, before a block.
 
     The function is a forward pre-hook of a timm block, so it returns the new inputs of the block.
-    Feature maps must have the channels last.
+    The first input is tokens, or feature maps with the channels last. Other inputs do not change.
+
+    Args:
+        graying: Module that computes token graying.
+        inputs: Positional arguments of the block.
     """
     x, *others = inputs
     if x.ndim == 3:
@@ -364,11 +382,15 @@ def gray_images(graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]) 
 
 
 def gray_windows(graying: nn.Module, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Apply token graying to the tokens of each window of a Swin block as one matrix.
+    """Apply token graying to the tokens of each window as one matrix, before a Swin block of timm.
 
-    The function is a forward pre-hook of a timm block, so it returns the new inputs of the block.
-    As in the block itself, the map is shifted and padded with zeros to a multiple of the window
-    size.
+    The function is a forward pre-hook, so it returns the new inputs of the block. As in the block
+    itself, the feature map is shifted and padded with zeros to a multiple of the window size.
+
+    Args:
+        graying: Module that computes token graying.
+        block: The Swin block, which states the shift and the window size.
+        inputs: The feature maps, as the only positional argument of the block.
     """
     swin: Any = block
     (x,) = inputs
@@ -387,10 +409,14 @@ def gray_windows(graying: nn.Module, block: nn.Module, inputs: tuple[Any, ...]) 
 def gray_with_class(
     graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Apply token graying to [CLS] and the patches of each image as one matrix.
+    """Apply token graying to [CLS] and the patches as one matrix, before one of CaiT's last blocks.
 
-    The function is a forward pre-hook of a timm block, so it returns the new inputs of the block.
-    The block is one of CaiT's last blocks, which only update [CLS].
+    The function is a forward pre-hook, so it returns the new inputs of the block. The last blocks
+    of CaiT only update [CLS].
+
+    Args:
+        graying: Module that computes token graying.
+        inputs: The patch tokens and the [CLS] token.
     """
     x, cls_token = inputs
     gray = graying(torch.cat([cls_token, x], dim=1))

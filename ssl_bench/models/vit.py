@@ -42,12 +42,15 @@ class EncoderModule(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """Text that describes how the position embedding is resized. None if there is none."""
+        """Text that describes how the position embedding is resized for other image sizes.
+
+        It is None if there is no position embedding.
+        """
         return None
 
 
 class PatchEmbed(nn.Module):
-    """Linear embedding of non-overlapping patches."""
+    """Linear embedding of non-overlapping square patches of RGB images."""
 
     def __init__(self, patch_size: int, dim: int) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class Attention(nn.Module):
         return self.proj(self.mix_values(q, k, v).transpose(1, 2).flatten(2))
 
     def mix_values(self, q: HeadTokens, k: HeadTokens, v: HeadTokens) -> HeadTokens:
-        """Return the attention-weighted sums of the values, for each head and token."""
+        """Return the sum of the values, weighted by attention, for each head and token."""
         if not (q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu"):
             return F.scaled_dot_product_attention(q, k, v)
         # Use float32. On a CPU with up to 150 tokens, the gradients take two to eight times as long
@@ -119,12 +122,13 @@ class Block(nn.Module):
     """Transformer block: optional token graying, then pre-norm attention, then a pre-norm MLP.
 
     Let x be the tokens after graying. With a skip connection, the attention replaces x by x +
-    attention(norm(x)). Without one, it replaces x by attention(norm(x)). The MLP does the same with
-    the result.
+    attention(norm(x)). Without one, it replaces x by attention(norm(x)). The MLP treats the result
+    in the same way.
 
     Args:
         config: Configuration of the encoder. Its `graying_layers` and `drop_path` are ignored.
-        drop_path: Probability of dropping the output of a sub-block for a sample in training.
+        drop_path: Probability of dropping the output of a sub-block (attention or MLP) for a sample
+            in training.
     """
 
     def __init__(self, config: ViTConfig, *, drop_path: float) -> None:
@@ -160,8 +164,9 @@ class VisionTransformer(EncoderModule):
             `config`. Checkpoints of other libraries may have a different grid.
 
     Attributes:
-        position_margin: The argument `margin` of `resize_positions`. The default is DINO's margin.
-            Checkpoints of other libraries may need a different margin.
+        position_margin: Number that is added to the new grid size when the position embedding is
+            resized (see `resize_positions`). The default is DINO's 0.1. Checkpoints of other
+            libraries may need a different margin.
     """
 
     config: ViTConfig
@@ -211,7 +216,10 @@ class VisionTransformer(EncoderModule):
         return self.norm(x)
 
     def embed(self, images: Float[Tensor, "batch 3 height width"]) -> Tokens:
-        """Return the tokens that enter the first block."""
+        """Return the tokens that enter the first block: [CLS], registers, then the patches.
+
+        The patches are in row-major order. The position embedding is already added.
+        """
         patches = self.patch_embed(images)
         rows, cols = patches.shape[-2:]
         cls_token = self.cls_token.expand(len(images), -1, -1)
@@ -267,7 +275,7 @@ def build_vit(
 def sinusoidal_positions(rows: int, cols: int, dim: int) -> Float[Tensor, "patches {dim}"]:
     """Return position embeddings: sin and cos of the column, then sin and cos of the row.
 
-    Each of the four parts has dim / 4 frequencies.
+    Each of the four parts has dim / 4 frequencies. The patches are in row-major order.
 
     Source: Chen et al., "An empirical study of training self-supervised vision transformers",
     https://arxiv.org/abs/2104.02057.
@@ -287,17 +295,19 @@ def resize_positions(
     new_size: tuple[int, int],
     margin: float = DINO_MARGIN,
 ) -> Float[Tensor, "1 new_tokens dim"]:
-    """Resize the position embedding of the patches. That of prefix tokens such as [CLS] is kept.
+    """Resize the position embedding of the patches to another grid size.
 
     Args:
-        positions: Position embedding, with the patches after all other tokens.
+        positions: Position embedding, with the patches after all other tokens. The embedding of the
+            other tokens, such as [CLS], does not change.
         old_size: Rows and columns of the patches in `positions`.
         new_size: Rows and columns of the result.
         margin: Number that is added to the new rows and columns when the scale factor is computed.
-            The transformers library uses 0.
+            DINO uses 0.1, and the transformers library uses 0.
 
-    Source: `interpolate_pos_encoding` in vision_transformer.py of facebookresearch/dino: bicubic,
-    scale factor (n + 0.1) / n0, no antialiasing.
+    Source: `interpolate_pos_encoding` in vision_transformer.py of facebookresearch/dino: bicubic
+    interpolation without antialiasing. The scale factor from the old size n0 to the new size n is
+    (n + 0.1) / n0.
     """
     if new_size == old_size:
         return positions
@@ -314,15 +324,19 @@ def resize_positions(
         )
         resized = by_row @ image @ by_col.T
     else:
-        # Without a margin, pass the size, because the product of scale factor and old size can be
-        # slightly below the new size, and would be rounded down.
+        # Without a margin, pass the size. The product of scale factor and old size can be slightly
+        # below the new size, and PyTorch would round it down.
         target: Any = {"scale_factor": scale} if margin else {"size": new_size}
         resized = F.interpolate(image, **target, mode="bicubic")
     return torch.cat([prefix, resized.flatten(2).transpose(1, 2)], dim=1)
 
 
 def describe_resampling(margin: float = DINO_MARGIN) -> str:
-    """Return a text that describes how `resize_positions` resizes a position embedding."""
+    """Return a text that describes how `resize_positions` resizes a position embedding.
+
+    With DINO's margin, it is "bicubic, scale (n + 0.1) / n0, no antialiasing" for old size n0 and
+    new size n.
+    """
     scale = f"(n + {margin:g}) / n0" if margin else "n / n0"
     return f"bicubic, scale {scale}, no antialiasing"
 
@@ -332,7 +346,8 @@ def _bicubic_weights(
 ) -> Float[Tensor, "{new} {old}"]:
     """Return the bicubic weight of each old position for each new position along one axis.
 
-    Positions outside the grid take the value of the nearest edge.
+    Positions outside the grid take the value of the nearest edge. `scale` is the ratio of the new
+    to the old size.
 
     Source: Keys, "Cubic convolution interpolation for digital image processing", 1981, equation 4
     with a = -0.75, as in PyTorch and OpenCV.

@@ -37,7 +37,8 @@ def choose_device(name: str | None) -> torch.device:
     """Return the requested device. If it is a GPU, make it the current GPU and turn TF32 off.
 
     By default torch uses TF32 in convolutions, which lowers the precision of float32. Some
-    containers also turn it on for matrix products, with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    containers also turn it on for matrix products, by the environment variable
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
 
     Args:
         name: Name as in torch, such as "cpu" or "cuda:1". The default is a GPU if the machine has
@@ -131,8 +132,8 @@ def free_gpu_memory(device: torch.device) -> int:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device.
 
-    If it is a CUDA GPU, the CPU does not wait for earlier work of the GPU. The copy therefore goes
-    through pinned memory, which the GPU can read by itself.
+    If the device is a CUDA GPU, the CPU does not wait until the GPU has finished earlier work. To
+    make this possible, the copy goes through pinned memory, which the GPU can read by itself.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -140,7 +141,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors to CPU memory. Wait once for all copies instead of once for each tensor."""
+    """Copy tensors to CPU memory.
+
+    The CPU waits once for all copies, and not once for each tensor.
+    """
     copies = [
         torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
         if one.is_cuda
@@ -189,7 +193,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
 
 
 def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast. Matrix products then have the dtype of their factors."""
+    """Return a context in which autocast is off, so products have the dtype of their factors."""
     # torch has no autocast for the device "meta", on which FLOPs are counted.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
@@ -216,7 +220,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 class RoundedProducts(TorchFunctionMode):
     """Emulation of bfloat16 products: round the factors, multiply in float32, round the product.
 
-    It has no effect where autocast is disabled. Gradients are rounded at the same places as with
+    It has no effect where autocast is off. Gradients are rounded at the same places as with
     `torch.autocast`, because the backward pass of a cast is also a cast.
     """
 
@@ -327,8 +331,8 @@ def preserve_process_state() -> Generator[None]:
 def _tf32_settings() -> list[tuple[Any, str, Any]]:
     """Return torch's TF32 settings as tuples of the owning object, attribute name and value.
 
-    Torch has old and new attributes for these settings. After a new one has been set, reading the
-    old one raises an error. In this case, the new ones are returned.
+    Torch has old and new attributes for these settings. After a new attribute has been set, reading
+    the old one raises an error. In this case, the new attributes are returned.
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
@@ -361,7 +365,10 @@ def scatter_value_counts(
     size: int,
     weights: Float[Tensor, " places"] | None = None,
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
-    """Return the same as `value_counts` by `scatter_add_`, which never makes the CPU wait."""
+    """Count values as `value_counts` does, but never make the CPU wait for a GPU.
+
+    The counts are computed by `scatter_add_`, which also works on a CPU.
+    """
     if weights is None:
         ones = torch.ones(1, dtype=torch.int64, device=values.device)
         return ones.new_zeros(size).scatter_add_(0, values.long(), ones.expand(len(values)))

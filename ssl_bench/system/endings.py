@@ -29,7 +29,13 @@ _MAX_CHARACTERS = 1000
 
 
 class StopSignal(KeyboardInterrupt):
-    """Raised if the process receives a stop signal such as SIGTERM. It is handled like Ctrl-C."""
+    """Error that is raised if the process receives a stop signal such as SIGTERM.
+
+    It is handled like the error that Ctrl-C raises.
+
+    Args:
+        number: Number of the signal.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -41,9 +47,10 @@ def handle_signals(
 ) -> Generator[None]:
     """Use `handler` for the named signals in this context, then restore the previous handlers.
 
-    Outside the main thread this has no effect, because Python does not allow handlers there. A
-    SIGHUP that is already ignored stays ignored, as `nohup` expects. Any other SIGHUP may report a
-    closed terminal. Output to it is then redirected to /dev/null before `handler` is called.
+    Outside of the main thread, this function has no effect, because Python does not allow handlers
+    there. A SIGHUP that is already ignored stays ignored, as `nohup` expects. Any other SIGHUP may
+    report a closed terminal. Output to this terminal is then redirected to /dev/null before
+    `handler` is called.
 
     Args:
         names: Names of signals, such as "SIGTERM". Signals that the system lacks are left out.
@@ -89,7 +96,7 @@ def _discard_lost_output() -> None:
 
 
 def raise_stop_signal(number: int, frame: FrameType | None) -> None:
-    """Raise `StopSignal`. Commands that save nothing at the end use this as signal handler."""
+    """Raise `StopSignal`. It is the signal handler of commands that save nothing when they stop."""
     del frame
     raise StopSignal(number)
 
@@ -111,7 +118,12 @@ def repair_standard_streams() -> None:
 
 
 def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> int:
-    """Print why the command was stopped and how to continue it, and return the exit code."""
+    """Print why the command was stopped and how to continue it, and return the exit code.
+
+    Args:
+        reason: The interruption: a `StopSignal`, or KeyboardInterrupt for Ctrl-C.
+        arguments: Arguments of the command line. The first one is the name of the command.
+    """
     name = next(iter(reason.args), "") if isinstance(reason, StopSignal) else ""
     if is_main_process():
         event = f"stopped by {name}" if name else "interrupted"
@@ -131,8 +143,12 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
     If the error is a bug in this program, print nothing and return None.
 
     This function is separate from `main` to avoid a reference cycle. The error's traceback refers
-    to the frame of `main`. A variable in `main` that held the error would keep data workers and
-    memory alive.
+    to the frame of `main`. If a variable in `main` referred to the error, data workers and memory
+    would not be freed.
+
+    Args:
+        error: The error that ended the command.
+        arguments: Arguments of the command line. The first one is the name of the command.
     """
     reported = _convert_error(error, next(iter(arguments), ""))
     if reported is None:
@@ -149,7 +165,10 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
 
 
 def _convert_error(error: Exception, command: str) -> SslBenchError | None:
-    """Return the error to report to the user, or None if the error is a bug in this program."""
+    """Return the error to report to the user, or None if the error is a bug in this program.
+
+    `command` is the name of the command, which determines the hint of an out-of-memory error.
+    """
     if isinstance(error, SslBenchError):
         return error
     if is_out_of_memory(error):
@@ -170,7 +189,7 @@ class Outcome:
 
     Attributes:
         seconds: Duration of the part.
-        exit_code: Exit code that the part would have as a separate command. It is 0 on success.
+        exit_code: Exit code of the part, as if it were a separate command. It is 0 on success.
         error: Error message in one line. It is empty on success.
         ran_out_of_memory: Whether a job that `sweep` ran in its own process ran out of memory, so
             that it can be retried. It is always False for parts that `run_and_catch` ran.
@@ -199,7 +218,7 @@ class Outcome:
 def run_and_catch(work: Callable[[], int | None], command: str, *, debug: bool) -> Outcome:
     """Run one part of a command and return its outcome, so that other parts can continue.
 
-    Interruptions are not caught.
+    KeyboardInterrupt and `Preempted` are not caught, because they end the whole command.
 
     Args:
         work: Function that runs the part and returns its exit code, or None for 0.

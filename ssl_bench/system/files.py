@@ -62,7 +62,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def write_text_atomically(path: Path, text: str) -> None:
     """Write text as UTF-8 so that a crash or a full disk never leaves a partial file.
 
-    Bytes of file names that are not UTF-8 are written unchanged.
+    If the text contains a file name that is not valid UTF-8, its bytes are written unchanged.
     """
     write_atomically(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 
@@ -71,7 +71,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 def atomic_file(path: Path) -> Generator[BinaryIO]:
     """Open a temporary file in the same folder, and rename it to `path` if no error occurs.
 
-    After this context has ended, a power failure cannot lose the file, because its content and its
+    After this context has ended, the file survives a power failure, because its content and its
     name are flushed to the disk. The temporary file is locked while it is written, so that
     `remove_orphans` does not delete it.
 
@@ -118,7 +118,7 @@ def require_writable(folder: Path) -> None:
 def remove_orphans_below(folder: Path) -> None:
     """Delete temporary files that killed processes left in a folder or its subfolders.
 
-    Links are not followed. `remove_orphans` decides which files are deleted.
+    Links are not followed. Files of running processes are kept, as in `remove_orphans`.
     """
     if not folder.is_symlink():
         for place, _, _ in os.walk(folder):
@@ -130,7 +130,8 @@ def remove_orphans(folder: Path, *, idle_seconds: float = _ORPHAN_SECONDS) -> No
 
     A locked file is kept, because the lock shows that its process is still running. On some network
     file systems, other hosts cannot see the lock. An unlocked file is therefore only deleted if it
-    has not changed for `idle_seconds`, or for a day if the file system does not support locks.
+    has not changed for `idle_seconds`. If the file system does not support locks, it must not have
+    changed for a day.
     """
     with suppress(OSError):
         for path in folder.iterdir():
@@ -153,9 +154,16 @@ def _remove_orphan(path: Path, idle_seconds: float) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file until it is closed, or raise BlockingIOError if another process holds the lock.
+    """Lock an open file until it is closed, without waiting for another process.
 
-    Return False on Windows and on network file systems without locks.
+    Return True if the file is now locked. Return False on Windows and on network file systems
+    without locks.
+
+    Args:
+        descriptor: File descriptor of the open file.
+
+    Raises:
+        BlockingIOError: Another process has locked the file.
     """
     if fcntl is None:
         return False
@@ -169,18 +177,19 @@ def try_lock(descriptor: int) -> bool:
 
 
 def wait_for_lock(descriptor: int) -> None:
-    """Wait until no other process holds the lock of a file, then lock it until it is closed.
+    """Wait until no other process has locked an open file, then lock it until it is closed.
 
-    On Windows this has no effect. Some network file systems raise OSError.
+    `descriptor` is the file descriptor. On Windows, this function has no effect. Some network file
+    systems raise OSError.
     """
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-# Read files. Three functions open them: `open_regular` opens a file that the user has named,
-# `open_trusted` opens a cache file, and `open_untrusted` opens a file in a folder that somebody
-# else may have created, such as downloaded results. They check a file after they have opened it,
-# because it could be replaced between an earlier check and the opening.
+# Read files. Three functions open them. `open_regular` opens a file that the user has named.
+# `open_trusted` opens a cache file. `open_untrusted` opens a file in a folder that another user may
+# have created, such as downloaded results. They check a file after they have opened it, because it
+# could be replaced between an earlier check and the opening.
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -229,10 +238,11 @@ def file_sha256(path: Path) -> str:
 
 
 def open_trusted(path: Path) -> BufferedReader:
-    """Open a cache file for reading, and refuse a file that another user could have written.
+    """Open a cache file for reading, and refuse a file that any user could have written.
 
-    Only the current user or root may own the file, and it may not be world-writable, because
-    results are computed from it. Links, pipes and devices are refused too.
+    Results are computed from the file. Therefore the current user or root must own it, and it must
+    not be world-writable. It may be writable for the file's group. Links, pipes and devices are
+    refused too.
 
     Raises:
         OSError: The file is missing or refused. `strerror` gives the reason.
@@ -255,14 +265,14 @@ def open_trusted(path: Path) -> BufferedReader:
 def open_untrusted(
     root: Path, path: Path, max_bytes: int, *, checked_folders: set[Path] | None = None
 ) -> BufferedReader:
-    """Open a regular file below the folder `root`. Links below this folder are not followed.
+    """Open a regular file below the folder `root` for reading, without following links.
 
     Args:
-        root: The folder, which may be a link itself.
+        root: The folder, which may itself be a link.
         path: File below `root`.
         max_bytes: Maximum size of the file.
-        checked_folders: Cache of folders that are not below a link. Pass the same set when you read
-            many files, so that each folder is checked only once.
+        checked_folders: Set of folders in which no link was found. Pass the same set when you read
+            many files, so that each folder is checked only once. This function adds folders to it.
 
     Raises:
         OSError: The file is missing, too large, a link, a pipe or a device, or one of its parent
@@ -290,9 +300,9 @@ def open_untrusted(
 def read_untrusted(
     root: Path, path: Path, max_bytes: int, *, checked_folders: set[Path] | None = None
 ) -> bytes:
-    """Return the content of a regular file below the folder `root`.
+    """Return the content of a regular file below the folder `root`, without following links.
 
-    The arguments and errors are those of `open_untrusted`.
+    The arguments and errors are the same as for `open_untrusted`.
     """
     with open_untrusted(root, path, max_bytes, checked_folders=checked_folders) as file:
         return file.read()
@@ -303,8 +313,14 @@ def read_untrusted_folder(
 ) -> Iterator[tuple[str, bytes]]:
     """For each file with a given suffix in a folder, yield its path and content.
 
-    This is faster than calling `read_untrusted` for each file. Where `read_untrusted` would raise
-    an error, the content is b"".
+    This is faster than calling `read_untrusted` for each file. If a file is a link or below a link,
+    is too large, or cannot be read, its content is b"".
+
+    Args:
+        root: Folder that may itself be a link. Links below it are not followed.
+        folder: The folder below `root` that contains the files.
+        suffix: Last characters of the file names, such as ".json".
+        max_bytes: Maximum size of a file.
     """
     is_below_link = _find_link(root, folder) is not None
     try:
@@ -338,10 +354,10 @@ _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
 
 
 def read_digests(sidecar: Path) -> list[tuple[str, str]]:
-    """Return the digests and file names in a file that `sha256sum` wrote, as a list of pairs.
+    """Return the pairs of SHA-256 and file name in a file that `sha256sum` wrote.
 
-    Digests are in lower case. The file name is "" if a line contains only a digest. The list is
-    empty if the file cannot be read.
+    Each SHA-256 is in lower case. The file name is "" if a line contains only a SHA-256. The list
+    is empty if the file cannot be read.
     """
     try:
         lines = read_regular(sidecar).decode(errors="replace").splitlines()
@@ -386,8 +402,9 @@ def list_files(root: Path) -> Iterator[str]:
     """Yield the relative paths of all files below a folder.
 
     The files in a folder come before the files in its subfolders. Links to folders are followed.
-    Hidden files and folders are left out. Folders that ssl-bench wrote, such as figures, are left
-    out too, and a message names the first of them. `root` itself is never left out.
+    Hidden files and folders are left out. Folders with images that ssl-bench wrote, such as
+    figures, are left out too, and a message names the first of them. `root` itself is never left
+    out.
     """
     visited: set[str] = set()
     outputs: list[Path] = []
@@ -477,7 +494,7 @@ def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
     """Convert a text to a valid file name.
 
     "/" becomes "_". Most other texts are returned unchanged. In the following cases, "~" and 16
-    digits of the text's SHA-256 are appended, so that no other text has the same name:
+    digits of the text's SHA-256 are appended, so that no other text gets the same name:
 
     - The name would be empty, too long, or hidden because it begins with ".".
     - The text contains a NUL character.
@@ -485,7 +502,7 @@ def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
 
     Args:
         text: Text of any length.
-        added: Number of bytes that the caller adds before and after the name.
+        added: Number of bytes that the caller adds before and after the name, such as 4 for ".png".
         distinct: Whether to append the digits also if the text contains "/". Any two different
             texts then have different names.
     """
@@ -517,7 +534,14 @@ def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def figure_file_name(image_id: str, *, before: str = "") -> str:
-    """Return the name of the PNG file for an image id. Different ids have different names."""
+    """Return the name of the PNG file for the figure of an image.
+
+    Different ids get different names.
+
+    Args:
+        image_id: Id of the image, such as its path in the dataset.
+        before: Text before the id in the file name.
+    """
     added = len(before) + len(".png")
     return f"{before}{file_name(image_id, added=added, distinct=True)}.png"
 
@@ -529,7 +553,8 @@ TILES = "ssl-bench tiles"
 def figure_title(name: str) -> str:
     """Return the title of a figure, given its file name without suffix.
 
-    A digest at the end is removed, so different figures may have the same title.
+    If the name ends with "~" and 16 digits of a SHA-256, they are removed. Different figures may
+    then have the same title.
     """
     return name[: -1 - _DIGEST_DIGITS] if _ENDS_IN_DIGEST.fullmatch(name) else name
 
@@ -537,27 +562,30 @@ def figure_title(name: str) -> str:
 def figures_folder_name(encoder_folder: str, fingerprint: str) -> str:
     """Return the name of the folder for the figures of one encoder and one set of images.
 
-    `fingerprint` is a digest of the images and their annotations. If an image changes, the folder
-    changes too, so old and new figures are never mixed.
+    If an image changes, the name changes too, so that old and new figures are never mixed.
+
+    Args:
+        encoder_folder: Result of the function `encoder_folder` for the encoder.
+        fingerprint: Hash of the images and their annotations.
     """
     return f"{encoder_folder}-{short_fingerprint(fingerprint)}"
 
 
 def encoder_folder(model: str, encoder_id: str) -> str:
-    """Return the first part of the names of all figure folders of an encoder.
+    """Return the text with which the names of all figure folders of an encoder begin.
 
-    It consists of the model name and the first digits of the encoder's id.
+    It consists of the model name and the first eight digits of the encoder's id.
     """
     return f"{encoder_folder_prefix(model)}-{encoder_id[:_SHORT_DIGITS]}"
 
 
 def encoder_folder_prefix(model: str) -> str:
-    """Return the part of `encoder_folder` that is computed from the model name."""
+    """Return the part of an `encoder_folder` name that comes from the model name."""
     return file_name(model, added=2 * (1 + _SHORT_DIGITS))
 
 
 def short_fingerprint(fingerprint: str) -> str:
-    """Return the first eight digits of a fingerprint, the digest that identifies a set of images.
+    """Return the first eight digits of the fingerprint (hash) of a set of images.
 
     A prefix such as "stat-" is left out.
     """

@@ -1,8 +1,8 @@
 """Print messages and progress on stderr, and escape untrusted text for each output format.
 
-Progress is a bar on a terminal and a list of lines in a log. File names, fields of records,
-metadata of checkpoints and error messages may come from anybody. They may contain text that a
-terminal, TeX, a spreadsheet or a browser would run as a command.
+Progress is a bar on a terminal and a list of lines in a log. Untrusted text is text that anybody
+may have written: file names, fields of result records, metadata of checkpoints and error messages.
+A terminal, TeX, a spreadsheet or a browser could run parts of such a text as a command.
 """
 
 import json
@@ -24,9 +24,9 @@ _FIRST_LINE_SECONDS, _MAX_SECONDS_BETWEEN_LINES = 20.0, 600.0
 
 
 def say(line: str) -> None:
-    """Print a message on stderr without damaging progress bars.
+    """Print a message on stderr without breaking progress bars that are shown at the same time.
 
-    In a distributed run, only the process of rank 0 prints.
+    Unprintable characters are escaped. In a distributed run, only the process of rank 0 prints.
     """
     if not is_main_process():
         return
@@ -41,10 +41,11 @@ def say_once(line: str) -> None:
 
 
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
-    """Yield the items, and show on stderr how many are finished and how much time is left.
+    """Return the items as an iterable that shows on stderr how many are finished.
 
-    A terminal shows a bar. A log gets a line after 20 seconds, then each time the elapsed time has
-    doubled, and at least every ten minutes. Only the process of rank 0 shows its progress.
+    The remaining time is shown too. A terminal shows a bar. A log gets a line after 20 seconds,
+    then each time the elapsed time has doubled, and at least every ten minutes. Only the process of
+    rank 0 shows its progress.
 
     `total` is the number of items. By default, it is `len(items)`, or unknown if items have no
     length.
@@ -70,9 +71,10 @@ def bar_class() -> Any:
 
     First, the remaining time is computed without the first item, which takes longer because data
     and models must be loaded. Second, each process has its own lock. In tqdm, forked processes
-    share a lock. If one of them were killed while it prints, all others would wait forever.
+    share a lock. If one process were killed while it prints, all other processes would wait
+    forever.
     """
-    # Imported here because the import takes as long as everything else that `--help` does.
+    # Import tqdm here, because the import takes as long as everything else that `--help` does.
     from tqdm import tqdm
 
     class Bar(tqdm):  # pyrefly: ignore[implicit-any-type-argument]
@@ -151,14 +153,15 @@ _LATEX = {
     "‡": r"$\ddagger$",
     "§": r"\S{}",
 }
-# Characters that start tables, tags, code, emphasis, attribute lists or mathematics, underscores at
-# the edge of a word, brackets of links, and parts of addresses, which Markdown would link.
+# Characters with a meaning in Markdown. They start tables, tags, code, emphasis, attribute lists or
+# mathematics. Others are underscores at the edge of a word, brackets of links, and parts of web and
+# e-mail addresses, which Markdown would turn into links.
 _MARKDOWN = re.compile(
     r"[|&<>\\`*{}~$]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[])|:(?=//)|(?<=\bwww)\.|(?<=\w)@(?=\w)",
     re.IGNORECASE,
 )
-# In languages with a decimal comma, a semicolon starts a new cell. The last four characters are the
-# full-width forms of "=+-@".
+# Beginning of a formula in a spreadsheet. In languages with a decimal comma, a semicolon starts a
+# new cell. The last four characters are the full-width forms of "=+-@".
 _FORMULA = re.compile(r"(^|;)(\s*)(?=[=+\-@\uff1d\uff0b\uff0d\uff20])")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
 
@@ -175,17 +178,17 @@ def escape_unprintable(text: str) -> str:
 
 
 def to_one_line(message: object) -> str:
-    """Join the lines of a message with spaces, and escape the message for a terminal."""
+    """Join the lines of a message with spaces, and replace unprintable characters by escapes."""
     return escape_unprintable(" ".join(str(message).split()))
 
 
 def escape_lines(lines: Iterable[str]) -> str:
-    """Escape each line for a terminal, and join the lines with newline characters."""
+    """Replace unprintable characters in each line by escapes, and join the lines with newlines."""
     return "\n".join(map(escape_unprintable, lines))
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of texts as a table with aligned columns, and escape them for a terminal."""
+    """Format rows of texts as a table with aligned columns. Replace unprintable characters."""
     cells = [[escape_unprintable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
@@ -208,9 +211,9 @@ def escape_markdown(text: str) -> str:
 
 
 def escape_csv(value: Any) -> Any:
-    """Put an apostrophe before a text that a spreadsheet would run as a formula.
+    """Put an apostrophe before a text that a spreadsheet would compute as a formula, such as =A1.
 
-    Numbers are not changed, even if they are strings such as "-1".
+    Values that are not strings, and numbers in strings such as "-1", are not changed.
     """
     if not isinstance(value, str) or _NUMBER.fullmatch(value):
         return value
@@ -227,7 +230,7 @@ def dump_json(
 ) -> str:
     """Convert a nested value to ASCII JSON that every parser accepts.
 
-    NaN and infinity become null.
+    NaN and infinity become null, because JSON has no such numbers.
 
     Args:
         value: Mappings, sequences, numbers and texts.
@@ -246,7 +249,7 @@ def to_plain_json(
 
     Args:
         value: Mappings, sequences, numbers and texts. Values of other types are not changed.
-        infinity: Text for positive infinity, instead of null.
+        infinity: Text that replaces positive infinity. By default, it becomes null.
         text: Function that converts each text and each key.
     """
     # The frequent types come first, because the check for a mapping is slow.
@@ -271,8 +274,8 @@ def to_plain_json(
 def escape_in_template(value: Any) -> Any:
     """Replace unprintable characters in a text before it is inserted into an HTML template.
 
-    HTML is escaped by the template engine, not here. Its `Markup` objects, which are already
-    escaped, are returned unchanged.
+    The template engine escapes HTML itself. Values other than plain strings, such as its `Markup`
+    objects, are returned unchanged.
     """
     return escape_unprintable(value) if type(value) is str else value
 
@@ -283,14 +286,17 @@ def escape_matplotlib(text: str) -> str:
 
 
 def safe_file_name(name: str) -> str:
-    """Convert a name to at most 80 characters that are valid in every file system and URL."""
+    """Convert a name to at most 80 characters that are valid in any file system and URL.
+
+    Each sequence of other characters becomes "_".
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:80]
 
 
 def is_file_name(name: str) -> bool:
     """Return whether a text is a file name that contains no folder on any operating system.
 
-    Surrogate characters are only allowed if they stand for undecodable bytes of a file name, as in
+    Surrogate characters are only allowed if they represent undecodable bytes of a file name, as in
     `os.fsdecode`.
     """
     try:

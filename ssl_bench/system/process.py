@@ -28,7 +28,7 @@ _MALLOC_OPTIONS = ((-3, 2**28), (-1, 2**29))
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """The rank (number) of this process and the number of all processes, as set by torchrun.
+    """The rank (number) of this process and the number of all processes, as torchrun sets them.
 
     `local_rank` and `local_world_size` count only the processes on this machine. `local_rank` is
     None if the environment variable LOCAL_RANK is not set.
@@ -99,7 +99,7 @@ def local_world_size() -> int:
 def require_single_process(command: str) -> None:
     """Raise ConfigurationError if torchrun started several processes.
 
-    Call it in commands that would repeat the same work in each process.
+    Commands call it if they would repeat the same work in each process.
     """
     world_size = get_process_info().world_size
     if world_size > 1:
@@ -125,7 +125,7 @@ def count_usable_cores() -> int:
 
 
 def use_passive_openmp_waiting() -> None:
-    """Let OpenMP threads sleep while they wait, unless an environment variable configures this.
+    """Let OpenMP threads sleep while they wait, unless the environment already configures this.
 
     By default a waiting thread keeps its core busy, which slows down all other programs on the
     machine (results/tables/waiting_threads.md). Call this function before torch is imported.
@@ -138,9 +138,9 @@ def keep_freed_memory() -> None:
     """Let the C library keep the memory of freed tensors for reuse.
 
     By default, glibc returns large blocks to the system. The kernel must then clear every memory
-    page of the next tensor, which takes time. This function keeps up to 512 MiB of freed memory, in
-    addition to gaps between used blocks. It changes nothing if the user has configured memory
-    allocation by environment variables.
+    page of the next tensor, which takes time. With this function, the C library keeps up to 512 MiB
+    of freed memory, in addition to gaps between used blocks. The function changes nothing if the
+    user has configured memory allocation by environment variables.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -178,7 +178,7 @@ _SMALLER_SETTINGS = {
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error or one of its causes was raised because CPU or GPU memory ran out."""
+    """Return whether an error, or one of its causes, means that CPU or GPU memory ran out."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, MemoryError):
@@ -194,14 +194,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 def reraise_out_of_memory(error: Exception) -> None:
     """Raise `error` again if it was caused by a lack of memory.
 
-    Call it where every other error means that a file is damaged.
+    Call it in an `except` block that treats all other errors as a sign of a damaged file.
     """
     if is_out_of_memory(error):
         raise error
 
 
 def out_of_memory_error(error: BaseException, command: str) -> MachineError:
-    """Return the error for a command that ran out of memory. Its hint suggests smaller settings."""
+    """Return the error to report for a command that ran out of memory.
+
+    Its hint suggests smaller settings. They depend on `command`, such as "probe".
+    """
     detail = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     hint = _SMALLER_SETTINGS.get(command, "").split()
     return MachineError(f"out of memory ({detail[:200]})", hint=hint)
@@ -209,7 +212,7 @@ def out_of_memory_error(error: BaseException, command: str) -> MachineError:
 
 _SHARED_MEMORY = "/dev/shm"
 _CGROUPS = Path("/sys/fs/cgroup")
-# Files with the memory limit and the memory use of a control group, for versions 2 and 1.
+# Files with the memory limit and the memory use of a control group, for cgroup versions 2 and 1.
 _LIMIT_FILES = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -279,8 +282,8 @@ def _file_cache_bytes(group: Path) -> int:
 def pause_garbage_collection() -> Generator[None]:
     """Turn off Python's cyclic garbage collector in this context.
 
-    Use it while many records are read. Records form no reference cycles, so the collector would
-    only cost time.
+    Use it while many result records (stored results) are read. They contain no reference cycles, so
+    the collector would only cost time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -296,11 +299,11 @@ def pause_garbage_collection() -> Generator[None]:
 _PACKAGE = Path(__file__).parents[1]
 
 COMMIT_FILE = "COMMIT"
-"""Name of a file in the package. It contains the commit of a wheel or source archive."""
+"""Name of a file in the package. It states the git commit of a wheel or source archive."""
 
 
 def provenance_fields(hardware: str, seconds: float) -> dict[str, Any]:
-    """Return the fields of a `Record` that describe the code, the hardware and the time.
+    """Return the fields of a `Record` (stored result) about the code, the hardware and the time.
 
     Args:
         hardware: Description of the device, as `describe_device` returns it.

@@ -1,4 +1,7 @@
-"""Find the weights file of an encoder's address, and expand patterns such as `runs/*`."""
+"""Find the weights file of an encoder's address, and expand patterns such as `runs/*`.
+
+An address is a text that tells this suite which encoder to load, such as a path or `timm:NAME`.
+"""
 
 import glob
 import re
@@ -22,22 +25,25 @@ _EPOCH_FILE = re.compile(r"epoch(\d{4,9})\.safetensors")
 
 
 def epoch_file_name(epoch: int) -> str:
-    """Return the name of the file in a run folder that stores the encoder of an epoch."""
+    """Return the file name for the encoder of an epoch, such as epoch0200.safetensors."""
     return f"epoch{epoch:04}.safetensors"
 
 
 def parse_epoch(path: Path) -> int | None:
-    """Return the epoch that the name of an encoder's file states, or None for other names."""
+    """Return the epoch in a file name such as epoch0200.safetensors, or None for other names."""
     match = _EPOCH_FILE.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def resolve_file(uri: str) -> Path:
-    """Return the path of the weights file to which an address refers. The file may not exist.
+    """Return the path of the weights file of an encoder address. The file may not exist.
 
     If RUN is the folder of a training run, the address `RUN` means its last encoder, and `RUN@200`
-    means its encoder of epoch 200. `demo:skip` is an encoder that comes with this suite. Any other
-    address is a path.
+    means its encoder of epoch 200. `demo:skip` and `demo:skipless` are small encoders that come
+    with this suite. Any other address is a path.
+
+    Raises:
+        CheckpointError: The run has no encoder of this epoch, or the demo encoder is missing.
     """
     if uri.startswith(f"{DEMO}:"):
         return demo_file(uri)
@@ -55,10 +61,12 @@ def resolve_file(uri: str) -> Path:
     if is_number and (file := folder / epoch_file_name(int(epoch))).is_file():
         return file
     epochs = sorted(n for other in folder.iterdir() if (n := parse_epoch(other)) is not None)
-    stored = ", ".join(f"@{n}" for n in epochs) or "none (train.keep_epochs, train.keep_every)"
+    stored = (
+        ", ".join(f"@{n}" for n in epochs) or "none (see train.keep_epochs and train.keep_every)"
+    )
     pattern = f", or '{folder}/epoch*' for all of them" if epochs else ""
     raise CheckpointError(
-        f"{folder} has no encoder of epoch {epoch}, expected one of {stored}, or {folder} for its "
+        f"{folder} has no encoder of epoch {epoch}. Stored epochs: {stored}. Type {folder} for the "
         f"last encoder{pattern}"
     )
 
@@ -80,7 +88,10 @@ def display_name(path: Path) -> str:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Expand file patterns and comma-separated lists to encoder addresses, without duplicates."""
+    """Expand file patterns and comma-separated lists to encoder addresses, without duplicates.
+
+    Examples are "runs/*" and "runs/a,runs/b".
+    """
     uris: list[str] = []
     for pattern in (part for text in patterns for part in _split_list(text)):
         # A shell expands RUN/epoch* to weights files and to their .sha256 files.
@@ -93,7 +104,7 @@ def _split_list(text: str) -> list[str]:
     """Split a text at its commas if it is a list of encoder addresses, such as "runs/a,runs/b".
 
     It is a list if a part contains a colon, is an existing path, or is a pattern that matches a
-    path. If the whole text is such a path or pattern, it is not split.
+    path. If the whole text is an existing path or such a pattern, it is not split.
     """
     # RUN@1,2 is not split, because 2 is not an address.
     if re.fullmatch(r"[^,]*@[\d,-]+", text, re.DOTALL):
@@ -112,7 +123,7 @@ def _split_list(text: str) -> list[str]:
 def _exists(text: str) -> bool:
     """Return whether a text is an existing path or a pattern with matches.
 
-    A final @EPOCH is ignored.
+    A final epoch, as in "runs/a@200", is ignored.
     """
     names = (text, re.sub(r"@\d{1,9}$", "", text))
     paths = [str(expand_path(name)) for name in names if name]
@@ -121,26 +132,27 @@ def _exists(text: str) -> bool:
 
 
 def is_baseline(uri: str) -> bool:
-    """Return whether an address is an untrained baseline: `random:URI` or `colours:PATCH`."""
+    """Return whether an address is an untrained baseline, `random:URI` or `colours:PATCH`."""
     return uri.partition(":")[0] in (RANDOM, COLOURS)
 
 
 def has_random_weights(uri: str) -> bool:
-    """Return whether the baseline `random:URI` exists for the encoder at an address URI.
+    """Return whether the baseline `random:URI` exists for the encoder at the address `uri`.
 
     The baseline is the same encoder with its initial weights. It does not exist for user modules
     and for encoders from other packages, because their initialisation is unknown. Untrained
-    baselines have no further baseline. Only the address is examined.
+    baselines have no further baseline. The encoder is not loaded.
     """
     is_external = uri.partition(":")[0] in entry_points("encoder")
     return not (is_baseline(uri) or FILE_AND_NAME.fullmatch(uri) or is_external)
 
 
 def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
-    """Return the addresses, followed by the addresses of untrained baselines.
+    """Return encoder addresses, followed by the addresses of untrained baselines.
 
-    The baselines are each encoder with random weights, if its initialisation is known, and raw
-    patch colours for each patch size.
+    There are two kinds of baselines. The first is an encoder with random weights, for each encoder
+    whose initialisation is known. The second is the raw colours of patches, for each patch size in
+    pixels.
     """
     drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_weights(uri)]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
@@ -148,10 +160,10 @@ def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
 
 
 def layers_of_encoder(uri: str, layers: str | int | Sequence[int]) -> str | int | Sequence[int]:
-    """Return the layers of an encoder to probe.
+    """Return the layers (block indices) to probe for the encoder at an address.
 
-    They are the requested layers, or "all" for the raw-colour baseline `colours:PATCH`, which has
-    only one block.
+    The result is `layers`, except for the raw-colour baseline `colours:PATCH`. This baseline has
+    only one block, so the result is "all".
     """
     return "all" if uri.partition(":")[0] == COLOURS else layers
 
@@ -190,7 +202,11 @@ def demo_folder() -> Path:
 
 
 def demo_file(uri: str) -> Path:
-    """Return the path of the weights file of the demo encoder `demo:NAME`."""
+    """Return the path of the weights file of a demo encoder `demo:NAME`.
+
+    Raises:
+        CheckpointError: NAME is unknown, or this installation lacks the file.
+    """
     name = uri.removeprefix(f"{DEMO}:")
     if name not in NAMES:
         ways = [("--checkpoint", f"{DEMO}:{known}") for known in NAMES]

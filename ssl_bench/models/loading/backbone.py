@@ -33,13 +33,13 @@ _SEPARATOR = re.compile(r"[./]")
 # moving average "momentum".
 _AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher", "target"}
 _NOT_PREFERRED = {"current", "momentum", "online", "student"}
-# Reasons to ignore tensors outside of the encoder. A pattern must match the first part of the
-# tensor's name that differs from the encoder's prefix.
+# Reasons to ignore tensors outside of the encoder. Each pattern is compared with the first part of
+# the tensor's name that differs from the encoder's prefix.
 _REASONS_OUTSIDE = {
     r"neck|target_generator": "a head of pretraining",
     r"student": "the student, because the teacher is used",
     r"teacher": "a teacher that is not this encoder",
-    r"momentum_encoder": "the momentum encoder of MoCo-v3, which is evaluated by its base encoder",
+    r"momentum_encoder": "the momentum encoder, because MoCo-v3 evaluates its base encoder",
     r"momentum_backbone": "a moving average of the encoder",
     r"(?:\w+_)?(?:predictor|projector|prototypes)": "a head of pretraining",
     r"(?:\w+_)?head\w*|classifier|fc|pooler": "a head, after the encoder",
@@ -59,11 +59,13 @@ class Backbone:
     """The tensors of an encoder in a weights file.
 
     Attributes:
-        weights: Tensors by name, without prefixes.
+        weights: Tensors of the encoder by name, without prefixes such as "teacher.".
         total: Number of all tensors in the dictionary that contains the encoder.
-        ignored: Reason why each unused tensor or container of tensors is not used.
+        ignored: Names of tensors, or of dictionaries of tensors, that are not used. The value is
+            the reason.
         prefixes: Prefixes that were removed from the names, such as "teacher.".
-        note: A message for users if the file contains several encoders.
+        note: A message for users that says which of several encoders is used. Empty if the file
+            contains only one encoder.
     """
 
     weights: Mapping[str, Tensor]
@@ -74,13 +76,17 @@ class Backbone:
 
 
 def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
-    """Find the encoder in the content of a weights file.
+    """Find the tensors of the encoder in the content of a weights file.
 
     A file may contain several encoders, such as a student and a teacher. Their tensor names differ
-    in a prefix. The moving average is used, which has a prefix such as "teacher" or "ema". There
-    are two exceptions. A moving average that was never updated is not used, because it contains the
-    initial weights. For MoCo-v3 and solo-learn, the trained encoder is used, as in their own
-    evaluations.
+    in a prefix. The moving average of the weights is used. It has a prefix such as "teacher" or
+    "ema". There are two exceptions. A moving average that was never updated is not used, because it
+    contains the initial weights. For MoCo-v3 and solo-learn, the trained encoder is used, as in
+    their own evaluations.
+
+    Args:
+        content: Content of the file, as nested dictionaries and lists of tensors and other values.
+        path: The weights file, for error messages.
 
     Raises:
         CheckpointError: There is no encoder, or it is unclear which of several encoders to use, or
@@ -165,9 +171,10 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
 
 
 def _iterate_leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each leaf of nested containers.
+    """Yield the name and value of each leaf (value that is not a container) of nested containers.
 
-    The name consists of the keys that lead to the leaf, separated by slashes.
+    The name consists of the keys that lead to the leaf, separated by slashes, such as
+    "model/head.bias". List indices and keys other than strings are in brackets.
     """
     items: Iterable[tuple[str, object]]
     if isinstance(value, Mapping):
@@ -185,9 +192,9 @@ def _iterate_leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _remove_wrapper(wrapper: str, name: str) -> str:
-    """Remove those parts of a tensor's name that match the pattern `wrapper`.
+    """Remove the parts of a tensor's name that match the regular expression `wrapper`.
 
-    For example, "module" is removed from "module.blocks.0.attn".
+    If it is "module", the name "module.blocks.0.attn" becomes "blocks.0.attn".
     """
     return re.sub(rf"(?:^|(?<=\.)){wrapper}\.", "", name)
 
@@ -207,8 +214,12 @@ def _require_unique(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str
 def _find_encoders(names: Collection[str]) -> list[str]:
     """Return the name prefix of each encoder among the tensors of a weights file.
 
-    An encoder is recognised by the weight of a patch embedding and by blocks. Several tensors may
-    be named like such a weight. If some of them have a bias, those without a bias are ignored.
+    An encoder is recognised by the weight of a patch embedding, such as "conv1.weight", and by
+    blocks. Other layers may have a weight of this name too. A weight without a bias is therefore
+    ignored if a weight of the same name has a bias under another prefix.
+
+    Args:
+        names: Names of all tensors in the file.
     """
     kernels = dict.fromkeys(match.groups() for name in names if (match := _KERNEL.fullmatch(name)))
     return [
@@ -225,7 +236,8 @@ def _find_encoders(names: Collection[str]) -> list[str]:
 def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the prefixes of the dictionaries in a weights file that contain the most tensors.
 
-    They may be encoders whose tensors have unknown names.
+    Use it if `_find_encoders` finds no encoder. These dictionaries may be encoders whose tensors
+    have unknown names.
     """
     inside: dict[str, list[str]] = {}
     for name, value in tensors.items():
@@ -244,7 +256,8 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
     """Choose one of several encoders in a weights file, and return its prefix.
 
     Prefixes such as "teacher.backbone." are compared part by part, from the left. At the first part
-    in which they differ, the encoder with the highest priority (`_rank`) is chosen.
+    in which they differ, the encoder with the highest priority is chosen. `_rank` computes the
+    priority.
 
     Args:
         roots: Prefix of each encoder.
@@ -252,7 +265,7 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
         path: The weights file, for error messages.
 
     Raises:
-        CheckpointError: Several encoders have the highest priority (rank).
+        CheckpointError: Several encoders have the highest priority.
     """
     if len(roots) == 1:
         return roots[0]
@@ -277,8 +290,12 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
 def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
     """Return the priority (rank) of an encoder in a file with several encoders.
 
-    The encoder with the highest rank is loaded. A moving average, such as "teacher", has a high
-    rank. If it was never updated, it has rank 0. A student or a momentum encoder also has rank 0.
+    The encoder with the highest rank is loaded:
+
+    - 3: The trained encoder "current", if its moving average was never updated.
+    - 2: A moving average, such as "teacher" or "ema".
+    - 1: An encoder whose prefix contains none of these words.
+    - 0: A moving average that was never updated, a student or a momentum encoder.
 
     Args:
         root: Prefix of the encoder.
@@ -302,7 +319,7 @@ def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
 def _find_reason_outside(
     name: str, value: Tensor, above: str, root: str, others: Sequence[str]
 ) -> str | None:
-    """Return why a tensor outside of the encoder can be ignored, or None if that is unknown.
+    """Return why a tensor outside of the encoder can be ignored, or None if its purpose is unknown.
 
     Args:
         name: Name of the tensor.
@@ -328,15 +345,18 @@ def _find_reason_outside(
 
 
 def _is_counter(key: str, value: Tensor) -> bool:
-    """Return whether a tensor is a counter or another single number, instead of a parameter.
+    """Return whether a tensor is a counter or another single number, but not a parameter.
 
-    A parameter of size 1 is recognised by a dot, "token" or "embed" in its name.
+    A tensor with one number is a parameter if its name (`key`) contains a dot, "token" or "embed".
     """
     return value.numel() == 1 and not re.search(r"\.|token|embed", key)
 
 
 def _common_prefix(names: Sequence[str]) -> str:
-    """Return the longest common prefix of all names that ends with a dot or a slash."""
+    """Return the longest prefix that all names share and that ends with a dot or a slash.
+
+    It is "" if there is no such prefix.
+    """
     common = os.path.commonprefix(names)  # noqa: RUF071 - cut at a whole part in the next line
     return common[: max(common.rfind("."), common.rfind("/")) + 1]
 

@@ -25,11 +25,11 @@ _LARGEST_PATCH = 256
 
 
 def load_random(uri: str) -> Encoder:
-    """Load `random:URI`: the encoder at URI with initial weights, drawn with seed 0.
+    """Load the baseline `random:URI`: the encoder at URI with random initial weights.
 
-    Encoders of this suite and timm encoders are initialised as for training. Encoders from other
-    weights files get this suite's default initialisation. The mean and standard deviation of the
-    images stay those of URI.
+    The weights are drawn with seed 0. Encoders of this suite and timm encoders are initialised as
+    for training. Encoders from other weights files get this suite's default initialisation. The
+    mean and standard deviation of the images do not change.
 
     Raises:
         CheckpointError: The initialisation of the encoder is unknown.
@@ -76,10 +76,10 @@ def load_random(uri: str) -> Encoder:
 
 
 class ColourPatches(nn.Module):
-    """Baseline encoder whose patch tokens contain the colours of the patch's pixels.
+    """Baseline encoder without weights, whose patch tokens contain the colours of the pixels.
 
     It has a single block. The [CLS] token is the mean of all patch tokens. Queries, keys and values
-    equal the tokens, so that probes can use any of them.
+    equal the tokens, so that probes can use any of these features.
     """
 
     def __init__(self, patch_size: int) -> None:
@@ -89,7 +89,10 @@ class ColourPatches(nn.Module):
         self.norm = nn.Identity()
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
-        """Return the [CLS] token, which is the mean of all patches. dim is 3 * patch_size ** 2."""
+        """Return the [CLS] token of each image, which is the mean of its patch tokens.
+
+        The width `dim` is 3 * patch_size ** 2, one number for each colour of each pixel.
+        """
         patches = F.unfold(images, self.patch_size, stride=self.patch_size).transpose(1, 2)
         tokens = torch.cat([patches.mean(1, keepdim=True), patches], 1)
         return self.norm(self.blocks[0](tokens))[:, 0]
@@ -120,7 +123,7 @@ def load_colours(uri: str) -> Encoder:
         )
     patch_size = int(size)
     module = ColourPatches(patch_size).eval()
-    # The multiple of the patch size nearest to 224.
+    # The multiple of the patch size that is nearest to 224.
     side = max(1, round(_NATIVE_SIZE / patch_size)) * patch_size
     return Encoder(
         module=module,

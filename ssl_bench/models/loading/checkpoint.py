@@ -1,7 +1,7 @@
 """Read weights files from any source, and read and write checkpoints of this suite.
 
 A checkpoint of this suite is a safetensors file, whose header contains the configuration of the
-model. A second file next to it, with the suffix .sha256, contains its SHA-256.
+model. A second file next to it, such as last.safetensors.sha256, contains its SHA-256.
 """
 
 import argparse
@@ -53,13 +53,13 @@ _VERSION = "1"
 # The kind of model in checkpoints that do not state a kind.
 _UNNAMED_KIND = "vit"
 _SMALL_FILE = 2**20
-# Name of a shard, that is, of one of several weights files of a large Hugging Face model.
+# Name of a shard, which is one of several weights files of a large Hugging Face model.
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 # Largest absolute number in a config.json.
 _LARGEST = 1e9
 # Errors of json.loads. Brackets that are nested too deeply raise RecursionError.
 JSON_ERRORS = (ValueError, RecursionError)
-# 8-bit floats are refused, because their scale factors are stored in separate tensors.
+# 8-bit floats are not supported, because their scale factors are stored in separate tensors.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
 # Zip files that were not written by torch.save: pattern of a file inside the zip file, description,
@@ -83,11 +83,11 @@ _ALLOWED_TYPES: list[Any] = [
 
 
 def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) -> None:
-    """Write a checkpoint with weights, configuration and `metadata`, and a .sha256 file next to it.
+    """Write a checkpoint with weights, configuration and metadata, and its .sha256 file.
 
-    Equal arguments give bitwise identical files. If the process is killed, either the old or the
-    new checkpoint can still be loaded: while the weights are replaced, the .sha256 file contains
-    both digests.
+    The .sha256 file contains the SHA-256 of the checkpoint. Equal arguments give bitwise identical
+    files. If the process is killed, either the old or the new checkpoint can still be loaded: while
+    the weights are replaced, the .sha256 file contains the SHA-256 of both.
 
     Raises:
         MachineError: The folder cannot be written, or the disk is full. Old files stay intact.
@@ -109,7 +109,10 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
 
 
 def load_own_encoder(uri: str, path: Path) -> Encoder:
-    """Load the encoder in a checkpoint of this suite."""
+    """Load the encoder in a checkpoint of this suite.
+
+    `uri` is the address that the user entered, and `path` is the file to which it refers.
+    """
     model, digest = load_checkpoint(path)
     metadata, keys = read_metadata(path), len(model.state_dict())
     epoch = metadata.get("epoch", "")
@@ -147,7 +150,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
 
 
 def normalization_metadata(colours: Normalization) -> dict[str, str]:
-    """Return checkpoint metadata that state the mean and standard deviation of the training images.
+    """Return the mean and standard deviation of the training images as metadata of a checkpoint.
 
     The result is empty for ImageNet's values, which are the default.
     """
@@ -170,15 +173,19 @@ def _serialize(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> by
 
 
 def read_identity(uri: str, path: Path) -> EncoderIdentity:
-    """Return the properties of the encoder in a checkpoint of this suite without loading weights.
+    """Read the properties that identify the encoder in a checkpoint of this suite, but no weights.
 
-    The digest of the file is read from the .sha256 file. Only `load_checkpoint` checks whether it
-    is right. If the .sha256 file is anything else than one line for this checkpoint, the digest is
-    computed from the checkpoint.
+    The SHA-256 of the checkpoint is read from the .sha256 file. Only `load_checkpoint` checks
+    whether it is right. Unless the .sha256 file consists of one line for this checkpoint, the
+    SHA-256 is computed from the checkpoint.
+
+    Args:
+        uri: Address of the encoder.
+        path: The checkpoint.
     """
     metadata = read_metadata(path)
     config = _read_config(path, metadata)
-    # Checkpoints of models whose blocks may differ in stride state all strides.
+    # If the blocks of a model may differ in stride, its checkpoint contains all strides.
     text = metadata.get("strides", "[]")
     try:
         strides = json.loads(text)
@@ -241,7 +248,10 @@ def _read_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file, such as `format`, `version` and `config`."""
+    """Return the metadata in the header of a safetensors file, as texts.
+
+    In a checkpoint of this suite, the keys are `format`, `version`, `config` and others.
+    """
     _check_readable(path)
     try:
         with safetensors.safe_open(path, framework="np") as file:
@@ -268,7 +278,10 @@ def timm_hint(path: Path, name: str = "{timm_name}") -> tuple[str, str]:
 
 
 def reject_parts(path: Path) -> None:
-    """Raise an error if a checkpoint consists of several files, or if `path` is one of them."""
+    """Raise CheckpointError if a checkpoint consists of several files.
+
+    `path` is the checkpoint, its folder, or one of its files.
+    """
     folder = path if path.is_dir() else path.parent
     is_given = path.suffix == ".distcp" or path.name == ".metadata"
     if is_given or (not path.is_file() and next(folder.glob("*.distcp"), None)):
@@ -276,8 +289,8 @@ def reject_parts(path: Path) -> None:
         joined = whole.with_name(f"{whole.name}.pth")
         way = ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
         raise CheckpointError(
-            f"{folder} is a checkpoint of torch.distributed in several files, expected one file; "
-            f"run: {quote_command([*way, str(folder), str(joined)])}",
+            f"{folder} is a checkpoint of torch.distributed in several files, expected one file. "
+            f"To join them, run: {quote_command([*way, str(folder), str(joined)])}",
             hint=("--checkpoint", escape_braces(str(joined))),
         )
     if _SHARD.fullmatch(path.name):
@@ -288,9 +301,9 @@ def reject_parts(path: Path) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise an error if a file cannot be read, is empty, or is only a placeholder.
+    """Raise CheckpointError if a file cannot be read, is empty, or does not contain the weights.
 
-    Examples of placeholders are a web page and a Git LFS pointer.
+    Examples of files without the weights are a web page and a Git LFS pointer.
     """
     reject_parts(path)
     try:
@@ -306,7 +319,7 @@ def _check_readable(path: Path) -> None:
 
 @contextmanager
 def require_unchanged(path: Path) -> Generator[None]:
-    """Raise an error if a file is replaced inside the `with` block, for example by a training run.
+    """Raise CheckpointError if a file is replaced in this context, for example by a training run.
 
     Otherwise, results of the new weights could be stored with the SHA-256 of the old weights.
     """
@@ -319,7 +332,12 @@ def require_unchanged(path: Path) -> Generator[None]:
 
 
 def verify_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file. Raise an error if its .sha256 file states another digest."""
+    """Return the SHA-256 of a file.
+
+    Raises:
+        CheckpointError: The file cannot be read, or the .sha256 file next to it states another
+            SHA-256. If there is no .sha256 file, no error is raised.
+    """
     _check_readable(path)
     digest = file_sha256(path)
     sidecar = _sidecar_path(path)
@@ -340,7 +358,7 @@ def _sidecar_path(path: Path) -> Path:
 
 
 def _exists(sidecar: Path) -> bool:
-    """Return whether a .sha256 file exists."""
+    """Return whether the .sha256 file `sidecar` exists."""
     try:
         return sidecar.is_file()
     except OSError:  # With the suffix, the file name is too long.
@@ -356,9 +374,10 @@ def _file_state(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_rgb(content: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
-    """Read the mean or standard deviation of RGB in `content[key]`: one number or three.
+    """Read the mean or standard deviation of RGB channels in `content[key]`.
 
-    If the key ends with "std", the numbers must be positive.
+    The value is one number for all channels, or three numbers. If the key ends with "std", they
+    must be positive. `path` is the file with this content, for the error message.
     """
     value: Any = content.get(key)
     numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * 3
@@ -379,7 +398,13 @@ def is_number(value: Any) -> bool:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """Return the content of a weights file: tensors or containers of tensors, by name."""
+    """Return the content of a weights file, which is a dictionary.
+
+    The values are tensors, or nested dictionaries and lists of tensors and other values.
+
+    Raises:
+        CheckpointError: The file is damaged, contains something else, or could run code.
+    """
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
@@ -394,7 +419,7 @@ def read_weights(path: Path) -> dict[str, Any]:
         if culprit[1].startswith("torch.distributed"):
             raise CheckpointError(
                 f"{path} contains {culprit[1]}: it has only the tensors of one process of a "
-                "distributed run; gather the full state_dict() in that run, and save it"
+                "distributed run. Gather the full state_dict() in that run, and save it"
             ) from error
         raise CheckpointError(
             f"{path} contains {culprit[1]}, which could run code, so it was not loaded. If you "
@@ -434,7 +459,17 @@ def check_tensors(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], path: Path, *, hint: Sequence[str] = ()
 ) -> None:
-    """Copy `weights` into `model`, or raise an error with `hint` if a name or shape differs."""
+    """Copy `weights` into `model`.
+
+    Args:
+        model: The model.
+        weights: Tensors by name.
+        path: The weights file, for the error message.
+        hint: Command-line arguments that the error message suggests.
+
+    Raises:
+        CheckpointError: A name or shape differs between the model and the weights.
+    """
     expected = model.state_dict()
     wrong = {
         "missing": [name for name in expected if name not in weights],
@@ -472,9 +507,9 @@ def _describe_damage(path: Path, reason: str) -> str:
 
 
 def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
-    """Return advice for error messages: load a weights file from a folder with a config.json.
+    """Return advice for an error message: load a weights file from a folder with a config.json.
 
-    The user must write the config.json. It names a timm model and those arguments that differ from
+    The user must write the config.json. It names a timm model and the arguments that differ from
     timm's.
 
     Args:
@@ -495,6 +530,9 @@ def format_shape(tensor: Tensor) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Format a list of names for a message: the first three names, and how many more there are."""
+    """Format a list of names for a message, such as "a, b, c and 4 more".
+
+    The text contains only the first three names.
+    """
     first = ", ".join(names[:3])
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

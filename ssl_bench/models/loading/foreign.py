@@ -1,7 +1,7 @@
 """Load Vision Transformers from weights files of other projects.
 
-Each tensor of a file is either loaded or ignored. `Encoder.contents` states why a tensor was
-ignored.
+Each tensor of a file is either loaded or ignored. `Encoder.contents.ignored` states why a tensor
+was ignored.
 """
 
 import math
@@ -70,10 +70,10 @@ def load_foreign(
 
     Args:
         path: The weights file.
-        uri: Address of the encoder.
+        uri: Address of the encoder, such as the path of the file.
         name: Name of the encoder in tables.
-        description: Properties of the encoder from its config.json. Only files in the transformers
-            library's layout need them.
+        description: Properties of the encoder from its config.json. None if there is no such file.
+            Only files in the transformers library's layout need one.
         colours: Mean and standard deviation of the training images.
         colours_from: Text that names the source of `colours`.
     """
@@ -128,10 +128,10 @@ def load_foreign(
 
 
 def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
-    """Join the query, key and value weights of each block into `attn.qkv`, in place.
+    """Join the query, key and value weights of each block into one tensor `attn.qkv`, in place.
 
     Returns:
-        A note for users. Empty if the weights are joined already.
+        A note for users. It is empty if the weights are already joined.
     """
     matches = [re.fullmatch(r"(blocks\.\d+\.attn\.)query\.(\w+)", name) for name in weights]
     for prefix, kind in [(match[1], match[2]) for match in matches if match]:
@@ -150,7 +150,7 @@ def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
 
 
 def rename_dinov3(backbone: Backbone, path: Path) -> Backbone:
-    """Convert DINOv3 weights of the transformers library to the names of DINOv3's authors.
+    """Rename DINOv3 weights of the transformers library to the names that DINOv3's authors use.
 
     Queries, keys and values are joined into one layer. If queries have biases but keys have none,
     the biases of the keys are zeros.
@@ -172,10 +172,14 @@ def rename_dinov3(backbone: Backbone, path: Path) -> Backbone:
 
 
 def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
-    """Multiply each LayerScale into the preceding linear layer in place. Return a note for users.
+    """Multiply each LayerScale into the preceding linear layer in place.
 
-    If a LayerScale is missing or has an unexpected shape, nothing is changed. `load_weights` then
-    raises an error that names the LayerScales that are left.
+    The model then needs no LayerScale. If a LayerScale is missing or has an unexpected shape,
+    nothing is changed. `load_weights` then raises an error, because the model has no parameter for
+    a LayerScale.
+
+    Returns:
+        A note for users. It is empty if nothing is changed.
     """
     names = [
         f"blocks.{layer}.ls{half}.gamma" for layer in range(config.depth) for half in _SCALED_LAYERS
@@ -201,8 +205,8 @@ def _infer_config(
     """Infer the configuration of a ViT from its weights.
 
     Returns:
-        The configuration, the rows and columns of the position embedding, and a note about
-        assumptions.
+        The configuration, the rows and columns of the position embedding, and a note for users
+        about assumptions, such as the number of heads.
     """
     _check_required(weights, layout, path, head_dim=_HEAD_DIM if description is None else 1)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
@@ -215,7 +219,7 @@ def _infer_config(
         other = advise_model_folder(path, '"num_heads": N') + ", and type local-dir:FOLDER"
         if not layout.is_read_by_timm:
             other = f"{IN_PYTHON}, and type FILE.py:NAME"
-        assumed += f"{heads} heads of {dim // heads} channels assumed, if this is wrong {other}; "
+        assumed += f"{heads} heads of {dim // heads} channels assumed. If this is wrong, {other}; "
     else:
         heads = description.num_heads
     try:
@@ -237,7 +241,15 @@ def _infer_config(
 def _grid_size(
     description: Description | None, num_patches: int, patch_size: int, path: Path
 ) -> tuple[int, int, str]:
-    """Return the rows and columns of the position embedding, and a note about assumptions."""
+    """Return the rows and columns of the position embedding, and a note about assumptions.
+
+    Args:
+        description: Properties of the encoder from its config.json, which may state the image size.
+        num_patches: Number of patches in the position embedding. If the image size is unknown, they
+            must form a square.
+        patch_size: Side of a patch in pixels.
+        path: The weights file, for error messages.
+    """
     if description is not None and description.image_size is not None:
         height, width = description.image_size
         rows, cols = height // patch_size, width // patch_size
@@ -255,7 +267,7 @@ def _grid_size(
             remedy, hint = advise_model_folder(path, '"img_size": [HEIGHT, WIDTH]'), MODEL_FOLDER
         raise CheckpointError(
             f"{path} has pos_embed for {num_patches} patches, which do not form a square, and does "
-            f"not state their rows and columns; {remedy}",
+            f"not state their rows and columns. To load it, {remedy}",
             hint=hint,
         )
     return side, side, f"{ASSUMED_GRID.format(side, side)}; "

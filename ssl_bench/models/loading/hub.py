@@ -55,7 +55,8 @@ WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 def load_torch_hub(uri: str) -> Encoder:
     """Load published weights from an address `torchhub:REPOSITORY:NAME`.
 
-    A branch, as in `torchhub:REPOSITORY:BRANCH:NAME`, is ignored.
+    An example is `torchhub:facebookresearch/dino:dino_vits16`. A branch, as in
+    `torchhub:REPOSITORY:BRANCH:NAME`, is ignored.
     """
     match = re.fullmatch(r"torchhub:([^:]+):(?:[^:]+:)?([^:]+)", uri)
     repository, name = (match[1], match[2]) if match else ("", "")
@@ -67,12 +68,17 @@ def load_torch_hub(uri: str) -> Encoder:
 
 
 def download_file(url: str) -> Path:
-    """Return the path of a URL's file in torch's hub cache. Download the file if it is missing."""
+    """Return the path of a URL's file in torch's hub cache.
+
+    The file is downloaded if it is missing.
+    """
     target = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", maxsplit=1)[-1]
     try:
         return download(PublishedFile(url, None), target, _require_weights)
     except (DownloadError, DataError) as error:
-        raise CheckpointError(f"{error}. Or {_download_advice(url)}", hint=_LOCAL_WAYS) from error
+        raise CheckpointError(
+            f"{error}. You can also {_download_advice(url)}", hint=_LOCAL_WAYS
+        ) from error
 
 
 def _require_weights(file: Path) -> None:
@@ -91,10 +97,12 @@ def _require_weights(file: Path) -> None:
 def hugging_face_file(
     repository: str, names: Sequence[str] = WEIGHTS_FILES, revision: str | None = None
 ) -> Path:
-    """Return the path of a repository's file in the Hugging Face cache. Download it if missing.
+    """Return the path of a repository's file in the Hugging Face cache.
+
+    The file is downloaded if it is missing.
 
     Args:
-        repository: `org/name`.
+        repository: Name of the repository, such as `facebook/dinov2-small`.
         names: File names in order of preference. The first one that exists is used.
         revision: Branch, tag or commit. None for the main branch.
     """
@@ -116,13 +124,16 @@ def hugging_face_file(
         with suppress(urllib.error.HTTPError):
             open_url(urllib.request.Request(url, method="HEAD")).close()
     except DownloadError as error:
-        raise CheckpointError(f"{error}; {_download_advice(url)}", hint=_LOCAL_WAYS) from error
+        raise CheckpointError(
+            f"{error}. You can {_download_advice(url)}", hint=_LOCAL_WAYS
+        ) from error
     for name in names:
         with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
             return Path(huggingface_hub.hf_hub_download(repository, name, revision=revision))
     at = f" at {revision}" if revision else ""
     raise CheckpointError(
-        f"{url}{at} has no {' or '.join(names)}; {_download_advice(url)}", hint=_LOCAL_WAYS
+        f"{url}{at} has no {' or '.join(names)}. You can {_download_advice(url)}",
+        hint=_LOCAL_WAYS,
     )
 
 

@@ -43,12 +43,12 @@ _COLOUR_CHANGES = re.compile("bgr|channel_order|offset|gr[ae]y")
 def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> Encoder:
     """Load an encoder from `hf-hub:ORG/NAME@REVISION` or `local-dir:FOLDER`.
 
-    If config.json has the key `architecture`, timm loads the encoder. Otherwise, its `model_type`
-    must be one of the transformers library: vit, vit_mae, dinov2, dinov2_with_registers or
-    dinov3_vit.
+    If config.json has the key `architecture`, the encoder is loaded into a timm model. Otherwise,
+    `model_type` in config.json must be one of these types of the transformers library: vit,
+    vit_mae, dinov2, dinov2_with_registers or dinov3_vit.
 
     Args:
-        uri: The address.
+        uri: The address of the encoder.
         allow_missing_preprocessor: Whether preprocessor_config.json may be missing, because the
             caller provides the mean and standard deviation.
     """
@@ -71,7 +71,7 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
     if model_type not in (*_TRANSFORMERS, _DINOV3):
         raise CheckpointError(
             f"{path} has model_type={config.get('model_type')!r}, expected a timm architecture "
-            f"or one of {', '.join((*_TRANSFORMERS, _DINOV3))}; {IN_PYTHON}, such as "
+            f"or one of {', '.join((*_TRANSFORMERS, _DINOV3))}. To use it, {IN_PYTHON}, such as "
             f"transformers.AutoModel.from_pretrained({str(path.parent)!r})",
             hint=PYTHON_FILE,
         )
@@ -85,8 +85,8 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
         # wrong.
         if model_type not in _IMAGENET_NORMALIZED and not allow_missing_preprocessor:
             raise CheckpointError(
-                f"{uri} has no {_PREPROCESSOR} with the mean and standard deviation of its images; "
-                "save the model's image processor next to the weights, or state the mean and "
+                f"{uri} has no {_PREPROCESSOR} with the mean and standard deviation of its images. "
+                "Save the model's image processor next to the weights, or state the mean and "
                 "standard deviation in the address",
                 hint=("--checkpoint", f"mean=0.5,std=0.5:{escape_braces(uri)}"),
             ) from error
@@ -142,7 +142,7 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
 
 
 def _find_file(folder: Path, names: Sequence[str]) -> Path:
-    """Return the path of the first file in `names` that exists in a folder."""
+    """Return the path of the first file name in `names` that exists in a folder."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -168,9 +168,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_description(config: Mapping[str, Any], path: Path) -> Description:
-    """Return those properties of an encoder in config.json that tensor shapes do not reveal.
+    """Read the properties of an encoder from config.json that its tensor shapes do not determine.
 
     An example is the number of attention heads.
+
+    Args:
+        config: Content of config.json.
+        path: Path of config.json, for error messages.
     """
     heads: Any = config.get("num_attention_heads")
     eps: Any = config.get("layer_norm_eps")
@@ -194,10 +198,16 @@ def _read_description(config: Mapping[str, Any], path: Path) -> Description:
 
 
 def _read_normalization(preprocessor: Mapping[str, Any], path: Path) -> Normalization:
-    """Return the mean and standard deviation that a preprocessor applies to images in [0, 1].
+    """Read the mean and standard deviation by which an image processor normalises images.
+
+    They apply to images with values in [0, 1].
+
+    Args:
+        preprocessor: Content of preprocessor_config.json.
+        path: Path of preprocessor_config.json, for error messages.
 
     Raises:
-        CheckpointError: The preprocessor changes colours in another way, or a value is invalid.
+        CheckpointError: The processor changes colours in another way, or a value is invalid.
     """
     unknown = [
         key

@@ -1,4 +1,4 @@
-"""Layouts of published Vision Transformers, that is, how their weights files name the tensors.
+"""Layouts of published Vision Transformers. A layout is a naming scheme of the tensors in a file.
 
 To add a layout, define a `Layout` and insert it into `LAYOUTS` before DINO. If its patch embedding
 or its blocks have new names, also extend the patterns in backbone.py.
@@ -32,14 +32,14 @@ class Layout:
     """The tensor names of a family of checkpoints, as regular expressions for whole names.
 
     Attributes:
-        name: Name of the layout in messages and records.
+        name: Name of the layout in messages and result records.
         source: URL of the code that defines the layout.
-        marks: Patterns that identify the layout. A file has the layout if a pattern matches the
-            name of a tensor, or a prefix that was removed from the names.
-        renames: Pairs of a pattern and its replacement, which rename tensors. For each name, the
-            first pattern that matches is used.
+        marks: Patterns that identify the layout. A file has the layout if a pattern matches a
+            tensor name, or a prefix such as "base_encoder." that was removed from the names.
+        renames: Rules that rename tensors, as pairs of a pattern and its replacement. For each
+            name, the first rule whose pattern matches is used.
         ignored: Patterns of tensors that are not loaded, each with the reason.
-        heads: Number of attention heads by width of the encoder. Encoders of other widths have one
+        heads: Number of attention heads for some encoder widths. Encoders of other widths have one
             head per 64 channels.
         is_read_by_timm: Whether timm can load weights with these names.
     """
@@ -62,7 +62,8 @@ class Description:
         norm_eps: Epsilon of all norms.
         image_size: Height and width in pixels of the images that fit the stored position embedding.
             None if unknown.
-        position_margin: The argument `margin` of `ssl_bench.models.vit.resize_positions`.
+        position_margin: Number that is added to the new grid size when the position embedding is
+            resized. It is the argument `margin` of `ssl_bench.models.vit.resize_positions`.
     """
 
     num_heads: int
@@ -181,7 +182,7 @@ DINOV3_TRANSFORMERS = Layout(
     ),
     ignored={r"embeddings\.mask_token": _MASKED},
 )
-"""Renames to the names of DINOv3's authors. `rename_dinov3` renames two more MLP layers."""
+"""Renames tensors to the names of DINOv3's authors. `rename_dinov3` renames two more MLP layers."""
 
 _MM_LAYER = r"layers\.(\d+)\."
 MMPRETRAIN = Layout(
@@ -223,7 +224,7 @@ CLIP = Layout(
     ),
     ignored={r"proj": "a head, after the encoder"},
 )
-"""Renames the tensors of CLIP's image encoder to the names in timm, which loads this encoder."""
+"""Renames the tensors of CLIP's image encoder to timm's names, because timm loads this encoder."""
 SAM = Layout(
     "SAM",
     "https://github.com/facebookresearch/segment-anything/blob/main/segment_anything/modeling/"
@@ -231,7 +232,7 @@ SAM = Layout(
     marks=(r"blocks\.\d+\.mlp\.lin1\.weight",),
     renames=((rf"{_BLOCK}mlp\.lin([12])\.(\w+)", r"blocks.\1.mlp.fc\2.\3"),),
 )
-"""Renames the tensors of SAM's image encoder to the names in timm, which loads this encoder."""
+"""Renames the tensors of SAM's image encoder to timm's names, because timm loads this encoder."""
 
 LAYOUTS = (TRANSFORMERS, TORCHVISION, MMPRETRAIN, MOCO_V3, DINOV2, MAE, IBOT, DINO)
 """Layouts that the ViT of this suite can load. `find_layout` tries them in this order.
@@ -240,8 +241,8 @@ DINO comes last, because it is the layout of all files without marks. CLIP, SAM 
 DINOV3_TRANSFORMERS are not listed, because timm loads these encoders.
 """
 
-# Parts that the ViT of this suite does not have: pattern of a tensor name, description, and timm
-# architectures that have the part.
+# Parts that the ViT of this suite does not have. Each entry consists of a pattern for the names of
+# the part's tensors, a description, and the timm architectures that have the part.
 _UNSUPPORTED_VIT = (
     (r"blocks\.(?:\d+\.)+mlp\.w12\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
     (r".*\.mlp\.weights_in\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
@@ -249,7 +250,7 @@ _UNSUPPORTED_VIT = (
     (r"storage_tokens|rope_embed\..*", "the rotary positions of DINOv3", ""),
     (
         r"norm_pre\.\w+",
-        "a norm before the first block, as CLIP has (OpenAI's with QuickGELU)",
+        "a norm before the first block, as CLIP has (OpenAI's CLIP also has QuickGELU)",
         "vit_{size}_patch{patch}_clip_224 vit_{size}_patch{patch}_clip_quickgelu_224",
     ),
     (r".*\.attn\.[qk]_norm\.\w+", "norms of queries and keys", ""),
@@ -261,7 +262,8 @@ _SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4
 _USUAL_PATCH = 16
 _BY_NAME = "load the file with timm's name of its architecture"
 _BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r})"
-# Networks that are not plain ViTs: pattern of a tensor name, description, and advice.
+# Networks that are not plain ViTs. Each entry consists of a pattern for the names of tensors, a
+# description, and advice.
 _NOT_VIT = (
     (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_NAME),
     (
@@ -283,10 +285,10 @@ def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
     """Return the layout of a weights file, that is, the naming scheme of its tensors.
 
     It is the first layout in `LAYOUTS` with a pattern (`Layout.marks`) that matches a tensor name
-    or a prefix. If there is no such layout, it is DINO.
+    or a prefix. If no layout has such a pattern, it is DINO's layout.
 
     Args:
-        names: Names of the tensors.
+        names: Names of the tensors, without prefixes.
         prefixes: Prefixes that were removed from these names, such as "base_encoder.".
     """
     present = (*names, *prefixes)
@@ -299,15 +301,20 @@ def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 
 
 def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raise an error if the weights are not those of a plain ViT that this suite supports.
+    """Raise CheckpointError if a weights file contains a model other than a supported plain ViT.
 
-    The error suggests another way to load the file, such as a timm model.
+    Such models are, for example, a ResNet or a ViT with a SwiGLU MLP. The error suggests another
+    way to load the file, such as a timm model.
+
+    Args:
+        weights: Tensors of the file by name.
+        path: The weights file, for the error message.
     """
     for pattern, network, remedy in _NOT_VIT:
         if (name := first_match(weights, pattern)) is not None:
             raise CheckpointError(
                 f"{path} contains {network} ({name}), expected a Vision Transformer in one of the "
-                f"layouts that `ssl-bench models` lists; {remedy}",
+                f"layouts that `ssl-bench models` lists. To use it, {remedy}",
                 hint=TIMM_NAME if remedy == _BY_NAME else PYTHON_FILE,
             )
     for pattern, feature, architectures in _UNSUPPORTED_VIT:
@@ -324,8 +331,8 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             ]
             known = [timm_hint(path, n) for n in dict.fromkeys(names) if timm.is_model(n)]
             raise CheckpointError(
-                f"{path} has {feature} ({name}), which the ViT of this suite does not support; "
-                f"{_BY_NAME}. If the arguments differ from timm's, "
+                f"{path} has {feature} ({name}), which the ViT of this suite does not support. "
+                f"To use it, {_BY_NAME}. If the arguments differ from timm's, "
                 f"{advise_model_folder(path, '...')}",
                 hint=join_alternatives(*(known or [TIMM_NAME]), MODEL_FOLDER),
             )
@@ -334,17 +341,21 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
 def ways_to_load(weights: Iterable[str], path: Path) -> tuple[str, ...]:
     """Return command-line arguments that an error message suggests for a file in an unknown layout.
 
-    They load the encoder from a Python file. If the tensor names look like timm's, arguments that
+    They load the encoder from a Python file. If the tensors are named as in timm, arguments that
     load a timm model are suggested as well.
+
+    Args:
+        weights: Names of the tensors in the file.
+        path: The weights file.
     """
     is_like_timm = first_match(weights, _TIMM_BLOCK) is not None
     return join_alternatives(timm_hint(path) if is_like_timm else (), PYTHON_FILE)
 
 
 def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
-    """Return timm's name of a DINOv3's architecture, or None for the weights of other models.
+    """Return timm's architecture name for the weights of a DINOv3, or None for other weights.
 
-    The tensors may be named as in timm or as by DINOv3's authors. If the file has biases of queries
+    The tensors may have the names of timm or of DINOv3's authors. If the file has biases of queries
     and values, the result is timm's variant with these biases, such as
     `vit_small_patch16_dinov3_qkvb`.
     """
@@ -362,7 +373,7 @@ def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
 
 
 def first_match(names: Iterable[str], pattern: str) -> str | None:
-    """Return the first name that a pattern matches as a whole, or None."""
+    """Return the first name that a regular expression matches completely, or None."""
     return next((name for name in names if re.fullmatch(pattern, name)), None)
 
 
@@ -371,8 +382,16 @@ def rename_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Rename the tensors of a weights file by the rules of a layout.
 
+    Args:
+        layout: Layout of the file, with rules for renaming and for ignoring tensors.
+        weights: Tensors of the file by name.
+        path: The weights file, for the error message.
+
     Returns:
         The tensors by their new names, and the reason for each ignored tensor by its old name.
+
+    Raises:
+        CheckpointError: Two tensors get the same new name.
     """
     ignored = find_reasons(weights, layout.ignored)
     tensors: dict[str, Tensor] = {}
@@ -389,11 +408,11 @@ def rename_tensors(
 
 
 def find_reasons(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of tensors to ignore, each with the reason.
+    """Find the tensors to ignore, and return the reason for each of their names.
 
     Args:
         names: Names of all tensors.
-        known: Patterns of names to ignore, each with the reason.
+        known: Regular expressions for the names of tensors to ignore, each with the reason.
     """
     reasons: dict[str, str] = {}
     for name in names:

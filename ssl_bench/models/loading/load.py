@@ -56,12 +56,12 @@ _NORMALIZED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Address:
-    """One way to write the address of an encoder, as listed by `ssl-bench models`.
+    """One form of an encoder's address, as `ssl-bench models` lists it.
 
     Attributes:
-        form: The address with placeholders, such as `timm:NAME@FILE`.
+        form: Address with placeholders, such as `timm:NAME@FILE`.
         example: An example of such an address. Empty if the loader provides no example.
-        meaning: What the address loads.
+        meaning: Description of the encoder that such an address loads.
     """
 
     form: str
@@ -109,10 +109,11 @@ scheme, and its function takes the whole address and returns an `Encoder`.
 
 
 def list_addresses() -> list[Address]:
-    """Return all supported forms of an encoder address, including those that packages add.
+    """Return all supported forms of encoder addresses, including forms that packages add.
 
-    The loader of a package may have an attribute `example`, which becomes the example of its
-    address. The example is empty if the loader has no such attribute or cannot be imported.
+    A package adds a loader function. This function may have an attribute `example`, which becomes
+    the example of its address. The example is empty if the function has no such attribute or cannot
+    be imported.
     """
     added: list[Address] = []
     for scheme, point in entry_points("encoder").items():
@@ -124,7 +125,9 @@ def list_addresses() -> list[Address]:
 
 
 def load_encoder(uri: str) -> Encoder:
-    """Load the frozen encoder at an address. Code in a weights file is never run.
+    """Load a frozen encoder from an address, such as a path or `timm:NAME`.
+
+    Code in a weights file is never run.
 
     Args:
         uri: One of these addresses:
@@ -139,11 +142,12 @@ def load_encoder(uri: str) -> Encoder:
             - `random:URI`: the encoder at URI with initial weights.
             - `colours:PATCH`: raw colours of patches of PATCH x PATCH pixels.
             - `mean=0.5,std=0.5:URI`: the encoder at URI with this image normalisation, if its file
-                states none.
+              states none.
             - `SCHEME:ADDRESS`: an encoder from the loader of an installed package.
 
     Raises:
-        CheckpointError: The encoder cannot be loaded. The message says what was expected.
+        CheckpointError: The encoder cannot be loaded. The message says which address or file was
+            expected.
     """
     with preserve_process_state():
         # Make loaders that draw random numbers reproducible.
@@ -154,7 +158,7 @@ def load_encoder(uri: str) -> Encoder:
 def _find_loader(uri: str) -> Callable[[str], Encoder]:
     """Return the function that loads the encoder at an address.
 
-    Forms of address are tried in this order: `mean=...:URI`, the schemes in `LOADERS`,
+    The forms of addresses are tried in this order: `mean=...:URI`, the schemes in `LOADERS`,
     `FILE.py:NAME`, the schemes of installed packages, paths. Installed packages therefore cannot
     replace a scheme in `LOADERS`.
     """
@@ -174,7 +178,16 @@ def _find_loader(uri: str) -> Callable[[str], Encoder]:
 
 
 def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
-    """Load an encoder with the loader of an installed package, and check the type of the result."""
+    """Load an encoder with the loader of an installed package, and check the type of the result.
+
+    Args:
+        point: Entry point that refers to the loader.
+        uri: Address of the encoder.
+
+    Raises:
+        CheckpointError: The loader raised an unexpected error, or returned something other than an
+            `Encoder`.
+    """
     source = f"the encoder loader {point.name} = {point.value}"
     try:
         encoder = load_entry_point(point)(uri)
@@ -191,9 +204,9 @@ def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
 
 
 def identify_encoder(uri: str) -> EncoderIdentity:
-    """Return the properties that identify the encoder at an address, such as its digest.
+    """Return the properties that identify the encoder at an address, such as its SHA-256.
 
-    For a checkpoint of this suite, only its header and its .sha256 file are read. This takes
+    For a checkpoint of this suite, only the header and the .sha256 file are read. This takes
     milliseconds, but damaged weights are not detected. Any other encoder is loaded.
 
     Raises:
@@ -208,7 +221,7 @@ def identify_encoder(uri: str) -> EncoderIdentity:
 
 
 def read_header_identity(uri: str) -> EncoderIdentity | None:
-    """Return the properties of an encoder that the header of its checkpoint states.
+    """Return the properties of an encoder that are stored in the header of its checkpoint.
 
     Return None if the address does not belong to a checkpoint of this suite.
 
@@ -221,7 +234,9 @@ def read_header_identity(uri: str) -> EncoderIdentity | None:
 
 
 def _load_normalized(uri: str) -> Encoder:
-    """Load the encoder at URI with the image normalisation in the address `mean=...,std=...:URI`.
+    """Load the encoder at URI for an address `mean=...,std=...:URI`.
+
+    The encoder normalises images by the mean and standard deviation in the address.
 
     Raises:
         CheckpointError: The address is malformed, or the file at URI states its own normalisation.
@@ -267,7 +282,10 @@ def _load_normalized(uri: str) -> Encoder:
 
 
 def load_path(uri: str) -> Encoder:
-    """Load a checkpoint of this suite, a demo encoder, or a weights file of another project."""
+    """Load a checkpoint of this suite, a demo encoder, or a weights file of another project.
+
+    `uri` is a path, a run folder, `RUN@EPOCH` or `demo:NAME`.
+    """
     path = resolve_file(uri)
     if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
         folder = path.parent
@@ -300,10 +318,11 @@ def load_path(uri: str) -> Encoder:
 
 
 def _guess_address(name: str) -> str | None:
-    """Guess the address that the user meant by a name that is not a path. Return None if unknown.
+    """Guess the encoder address that a user meant by a name, or return None if unknown.
 
-    For example, `dino_vits16` is in torch hub, and `facebook/dinov2-small` is on Hugging Face. An
-    error message suggests the result, which may contain a placeholder such as {tag}.
+    For example, `dino_vits16` is in torch hub, and `facebook/dinov2-small` is on Hugging Face. The
+    name is not an existing path. An error message suggests the result, which may contain a
+    placeholder such as {tag}.
     """
     from ssl_bench.models.loading.hub import HUB_WEIGHTS
 
@@ -328,7 +347,8 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
     """Return the addresses of all encoders to probe.
 
     Args:
-        checkpoints: Addresses and patterns. If empty, the newest checkpoint below `runs/` is used.
+        checkpoints: Addresses and patterns such as `runs/*`. If empty, the newest checkpoint below
+            `runs/` is used.
         baselines: Whether to add untrained baselines: each encoder with random weights, and raw
             patch colours.
     """
@@ -342,15 +362,15 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
 
 
 def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]) -> None:
-    """Check that the encoders to probe have the requested layers, before any encoder is loaded.
+    """Check that encoders have the layers (blocks) to probe, before any encoder is loaded.
 
     The depth is read from the header of checkpoints of this suite. Other encoders are not checked,
     because loading them takes long.
 
     Args:
-        layers: Requested layers.
-        checkpoints: Addresses of the encoders, and patterns. If empty, the newest checkpoint below
-            `runs/` is checked.
+        layers: Requested layers, as numbers, a text such as "0-3", or "all".
+        checkpoints: Addresses of the encoders, and patterns such as `runs/*`. If empty, the newest
+            checkpoint below `runs/` is checked.
 
     Raises:
         ConfigurationError: The layers are not numbers, or a checkpoint does not have these layers.
@@ -366,7 +386,7 @@ def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]
 
 
 def load_and_log(uri: str) -> Encoder:
-    """Load an encoder, and print its depth, digest, normalisation and notes from the loader."""
+    """Load an encoder, and print its depth, SHA-256, normalisation and notes of the loader."""
     encoder = load_encoder(uri)
     loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
     mean, std = (" ".join(f"{value:g}" for value in rgb) for rgb in (encoder.mean, encoder.std))
@@ -391,7 +411,7 @@ def load_and_log(uri: str) -> Encoder:
 
 
 def newest_checkpoint(folder: Path) -> str:
-    """Return the path of the newest checkpoint below a folder, and print it.
+    """Return the path of the newest checkpoint below a folder, and print this path.
 
     Files that store an intermediate epoch of a training run are ignored.
 

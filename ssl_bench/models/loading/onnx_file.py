@@ -20,10 +20,10 @@ _POSITIONS = "embeddings.position_embeddings"
 
 
 def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
-    """Return the tensors of an ONNX file under their PyTorch names, and a description of the ViT.
+    """Return the tensors of an ONNX file by their PyTorch names, and a description of the ViT.
 
-    An exported file keeps the names of biases and norms, but not those of the weight matrices of
-    linear layers. Each matrix is therefore named after the module that multiplies by it, and
+    An exported file contains the names of biases and norms, but not the names of linear layers'
+    weight matrices. Each matrix is therefore named after the module that multiplies by it. It is
     transposed if necessary. If the position embeddings of [CLS] and of the patches are stored
     separately, they are joined. The number of heads and the epsilon of the norms are read from the
     graph.
@@ -101,7 +101,7 @@ def _read_graph(
 
 
 def _scope(node: Any) -> str:
-    """Return the name of the PyTorch module that an ONNX node belongs to, or "" if unknown."""
+    """Return the name of the PyTorch module that contains an ONNX node, or "" if unknown."""
     if node.name.startswith("/"):
         return node.name[1:].rpartition("/")[0].replace("/", ".")
     text = next((item.value for item in node.metadata_props if item.key == _SCOPES), "")
@@ -147,7 +147,7 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
         maker = makers.get(node.input[0]) if node.op_type == "Reshape" else None
         if maker is None or not re.search(r"query|q_proj", _scope(maker)):
             continue
-        shape = _numbers(node.input[1], constants, makers)
+        shape = _shape_sizes(node.input[1], constants, makers)
         if len(shape) == 4 and shape[2] is not None and shape[2] > 0:
             return shape[2]
     raise CheckpointError(
@@ -156,17 +156,17 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
     )
 
 
-def _numbers(
+def _shape_sizes(
     name: str, constants: Mapping[str, np.ndarray], makers: Mapping[str, Any]
 ) -> Sequence[int | None]:
-    """Return the shape that a tensor of an ONNX graph contains, such as the target of a Reshape.
+    """Return the sizes in a shape tensor of an ONNX graph, such as the target shape of a Reshape.
 
     The tensor is a constant or the output of a Concat node. A size that is not constant is None.
 
     Args:
         name: Name of the tensor.
         constants: Constants of the graph by name.
-        makers: Node that computes each tensor, by the name of the tensor.
+        makers: The node that computes each tensor, by the name of the tensor.
     """
     maker = makers.get(name)
     joined = [] if name in constants or maker is None or maker.op_type != "Concat" else maker.input
@@ -180,7 +180,8 @@ def _numbers(
 def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> float:
     """Read the epsilon of all norms from an ONNX graph.
 
-    It is an attribute of a LayerNormalization node, or a constant that is added to the variance.
+    It is an attribute of a LayerNormalization node, or a constant that an Add node adds to the
+    variance.
     """
     values: set[float] = set()
     for node in graph.node:
@@ -203,7 +204,11 @@ def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> fl
 
 
 def _require_gelu(graph: Any, path: Path) -> None:
-    """Raise an error unless an MLP uses the exact GELU: a Gelu node, or the error function erf."""
+    """Raise CheckpointError unless an MLP of the ONNX graph uses the exact GELU.
+
+    The exact GELU is a Gelu node without the tanh approximation, or contains the error function
+    erf.
+    """
     for node in graph.node:
         if re.search(r"mlp|intermediate", _scope(node)):
             is_tanh = any(a.name == "approximate" and a.s == b"tanh" for a in node.attribute)

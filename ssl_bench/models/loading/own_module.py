@@ -1,4 +1,7 @@
-"""Wrap a user's module as an encoder, from Python or from an address `FILE.py:NAME`."""
+"""Wrap a user's module as an encoder.
+
+The module is passed from Python, or it is named by an address `FILE.py:NAME` on the command line.
+"""
 
 import importlib.util
 import inspect
@@ -41,7 +44,7 @@ _ROUNDING = 1e-3
 
 
 def load_python_object(uri: str) -> Encoder:
-    """Load an encoder from an address `FILE.py:NAME`.
+    """Load an encoder from an address `FILE.py:NAME`, such as `my_model.py:encoder`.
 
     NAME is a PyTorch module, an `Encoder`, or a function without arguments that returns one of
     them. The file can import other files in its folder, as with `python FILE.py`.
@@ -64,7 +67,7 @@ def load_python_object(uri: str) -> Encoder:
 
 
 def _run_file(path: Path, name: str) -> Any:
-    """Run a Python file, and return its object `name`.
+    """Run a Python file, and return the object in it that has the name `name`.
 
     If the object is a function or a class, it is called without arguments, and the result is
     returned.
@@ -73,7 +76,7 @@ def _run_file(path: Path, name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # `inspect` needs this entry in sys.modules to find the source of a class.
+    # `inspect` finds the source of a class only if its module is in sys.modules.
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent))
     try:
@@ -120,7 +123,7 @@ def wrap_module(
     name: str | None,
     epoch: int | float | None,
 ) -> Encoder:
-    """Wrap a module as an encoder. `Encoder.from_module` describes the arguments."""
+    """Wrap a user's module as an encoder. `Encoder.from_module` describes the arguments."""
     label = name or type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise CheckpointError(
@@ -200,7 +203,13 @@ def wrap_module(
 
 
 class OwnModule(nn.Module):
-    """A user's module with the attributes `blocks` and `norm` that feature extraction needs."""
+    """A user's module with the attributes `blocks` and `norm` that feature extraction needs.
+
+    Args:
+        module: The user's module.
+        blocks: Name of the list of blocks in this module.
+        norm: The final norm.
+    """
 
     def __init__(self, module: nn.Module, blocks: str, norm: nn.Module) -> None:
         super().__init__()
@@ -246,7 +255,7 @@ def _find_blocks(module: nn.Module, label: str) -> str:
 
 
 def _module_lists(module: nn.Module) -> dict[str, int]:
-    """Return the names and lengths of the lists that may be the blocks of an encoder.
+    """Return the name and length of each list of modules that may be the blocks of an encoder.
 
     Such a list is a `ModuleList` or `Sequential`. Its items have the same class and contain other
     modules.
@@ -262,7 +271,10 @@ def _module_lists(module: nn.Module) -> dict[str, int]:
 
 
 def _patch_kernel(module: nn.Module) -> int | None:
-    """Return the kernel size of the first RGB convolution whose stride equals its kernel size."""
+    """Return the patch size that a module's convolution suggests, or None if there is none.
+
+    It is the kernel size of the first RGB convolution whose stride equals its kernel size.
+    """
     for part in module.modules():
         if isinstance(part, nn.Conv2d) and part.in_channels == 3:
             rows, cols = part.kernel_size
@@ -295,7 +307,11 @@ def _likely_sizes(
 ) -> list[tuple[int, int]]:
     """Return image sizes (height, width) in pixels to try, with the most likely first.
 
-    If `image_size` is given, it is the only one.
+    Args:
+        module: The user's module. Its attributes, such as `img_size`, and its position embedding
+            suggest sizes.
+        image_size: Size that the user states. It is then the only result. None if unknown.
+        patch: Side of a patch in pixels. Sizes that are not stated anywhere are multiples of it.
     """
     if image_size is not None:
         return [(image_size, image_size) if isinstance(image_size, int) else image_size]
@@ -318,7 +334,11 @@ def _likely_sizes(
 
 
 def _trace_blocks(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:
-    """Return the outputs of all blocks for two all-zero images of the size (height, width)."""
+    """Return the outputs of all blocks for two all-zero images of a size (height, width).
+
+    Raises:
+        UnfitEncoder: A block is never called.
+    """
     outputs: dict[int, Tensor] = {}
 
     def keep(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -346,7 +366,17 @@ def _device(module: nn.Module) -> torch.device:
 def _find_accepted_size(
     own: OwnModule, sizes: Sequence[tuple[int, int]], label: str
 ) -> tuple[tuple[int, int], list[Tensor]]:
-    """Return the first image size that the module accepts, and the outputs of its blocks."""
+    """Return the first image size that a module accepts, and the outputs of its blocks.
+
+    Args:
+        own: The wrapped module.
+        sizes: Sizes to try, as height and width in pixels.
+        label: Name of the module, for error messages.
+
+    Raises:
+        CheckpointError: The module accepts none of the sizes.
+        UnfitEncoder: The module accepts a size, but a block is never called.
+    """
     reason = ""
     for size in dict.fromkeys(sizes):
         try:
@@ -368,7 +398,15 @@ def _find_accepted_size(
 
 
 def _map_stride(outputs: list[Tensor], size: tuple[int, int]) -> int | None:
-    """Return the stride in pixels of the blocks' outputs, or None if these are not feature maps."""
+    """Return the stride of feature maps in pixels, or None if the outputs have no common stride.
+
+    The stride is the side of the image divided by the side of the map. Outputs other than feature
+    maps are ignored.
+
+    Args:
+        outputs: Output of each block.
+        size: Height and width of the images in pixels.
+    """
     for axes in (slice(2, 4), slice(1, 3)):
         grids = {tuple(output.shape[axes]) for output in outputs if output.ndim == 4}
         (rows, cols), *others = grids or {(0, 0)}
@@ -383,9 +421,18 @@ def _infer_layout(
 ) -> tuple[list[int], int, bool]:
     """Infer the layout of the blocks' outputs from their shapes.
 
+    Args:
+        outputs: Output of each block for two images.
+        grid: Rows and columns of the patches.
+        stride: Stride of feature maps in pixels, for the error message. None if unknown.
+        label: Name of the module, for the error message.
+
     Returns:
-        The width of each block, the number of tokens before the patches, and whether the channels
-        are the last axis of feature maps.
+        The width of each block, the number of tokens before the patch tokens, and whether the
+        channels are the last axis of feature maps.
+
+    Raises:
+        CheckpointError: The outputs are neither tokens nor feature maps of this grid.
     """
     patches, shapes = grid[0] * grid[1], {tuple(output.shape[:-1]) for output in outputs}
     first = outputs[0]
@@ -427,12 +474,21 @@ def _require_row_order(
     channels_last: bool,
     label: str,
 ) -> None:
-    """Raise an error if the tokens are not in the order [CLS], registers, patches row by row.
+    """Raise CheckpointError unless the tokens are [CLS], then registers, then patches row by row.
 
     Each of two test images differs from a zero image in one patch. In the input of the first block,
-    the token at the position of this patch must change. Nothing is checked if the input, without
-    its batch axis, does not have the shape `shape`. If all tokens change, the order cannot be
+    the token at the position of this patch must change. If all tokens change, the order cannot be
     determined, and no error is raised.
+
+    Args:
+        own: The wrapped module.
+        grid: Rows and columns of the patches.
+        patch: Side of a patch in pixels.
+        num_prefix_tokens: Number of tokens before the patch tokens.
+        shape: Shape of the first block's output without its batch axis. If its input has another
+            shape, nothing is checked.
+        channels_last: Whether the channels are the last axis of feature maps.
+        label: Name of the module, for the error message.
     """
     (rows, cols), inputs = grid, list[Tensor]()
 

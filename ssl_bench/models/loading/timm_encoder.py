@@ -1,12 +1,13 @@
 """Load timm models as encoders.
 
-Models must accept RGB images. A model whose class is not in `KNOWN` must also have stages whose
-outputs equal the features of timm's `forward_intermediates`, with one feature vector per patch.
+Models must accept RGB images. If the class of a model is not in `KNOWN`, the model must also have
+stages. The outputs of these stages must equal the features of timm's `forward_intermediates`, with
+one feature vector per patch.
 
 timm renames the tensors of many libraries. It also silently resizes position embeddings, patch
 kernels and tables of relative positions. The model is therefore built with the patch size and the
-square token grid of the weights file, unless config.json states these sizes. Files that still do
-not fit are refused, and the loaded weights are compared with the file.
+square token grid of the weights file, unless config.json states these sizes. If the file still does
+not fit, an error is raised. After loading, the weights are compared with the file.
 """
 
 import math
@@ -73,9 +74,9 @@ _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 def load_timm(uri: str) -> Encoder:
     """Load a timm model as an encoder.
 
-    The address is `timm:NAME`, `timm:NAME.TAG` for published weights, or `timm:NAME@FILE` for a
-    weights file. For `timm:NAME`, the weights are drawn with seed 0, and tables show the name with
-    "(random)".
+    `uri` is `timm:NAME` for random weights, `timm:NAME.TAG` for published weights, or
+    `timm:NAME@FILE` for a weights file. Random weights are drawn with seed 0, and tables then show
+    the name with "(random)".
     """
     name, _, file = uri.removeprefix("timm:").partition("@")
     _check_name(name)
@@ -86,7 +87,7 @@ def load_timm(uri: str) -> Encoder:
         published, architecture = timm.get_pretrained_cfg(name), name.partition(".")[0]
         if published is None or not (published.hf_hub_id or published.url):
             raise CheckpointError(
-                f"timm publishes no weights for {name}; load a weights file",
+                f"timm publishes no weights for {name}. Load a weights file",
                 hint=("--checkpoint", f"timm:{architecture}@{{file}}"),
             )
         hub = published.hf_hub_id
@@ -105,14 +106,14 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
         config: Content of config.json, with `architecture`, and optionally `pretrained_cfg` and
             `model_args`.
         path: The weights file.
-        uri: Address of the encoder.
+        uri: Address of the encoder, such as `local-dir:FOLDER`.
         label: Name of the encoder in tables.
     """
     name = str(config["architecture"]).partition(".")[0]
     _check_name(name)
     arguments = _mapping(config, "model_args", path)
-    # Arguments of timm.create_model itself are refused. For example, `checkpoint_path` would load
-    # other weights.
+    # Arguments of timm.create_model itself are not allowed. For example, `checkpoint_path` would
+    # load other weights.
     reserved = [name for name in signature(timm.create_model).parameters if name in arguments]
     if reserved:
         raise CheckpointError(
@@ -123,7 +124,14 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
 
 
 def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalization) -> Encoder:
-    """Load a DINOv3 weights file of the transformers library into a timm model."""
+    """Load a DINOv3 weights file of the transformers library into a timm model.
+
+    Args:
+        path: The weights file.
+        uri: Address of the encoder, such as `local-dir:FOLDER`.
+        label: Name of the encoder in tables.
+        colours: Mean and standard deviation of the training images.
+    """
     config = {"pretrained_cfg": {"mean": colours[0], "std": colours[1]}}
     return _from_file(uri, None, path, label=label, config=config)
 
@@ -133,8 +141,13 @@ def _from_file(
 ) -> Encoder:
     """Load a weights file into the timm architecture `name`.
 
-    If `name` is None, the file is a DINOv3 in the format of the transformers library, and its
-    architecture is inferred from the weights.
+    Args:
+        uri: Address of the encoder, such as `timm:NAME@FILE`.
+        name: timm's name of the architecture. None if the file is a DINOv3 in the format of the
+            transformers library. The architecture is then inferred from the weights.
+        path: The weights file.
+        label: Name of the encoder in tables.
+        config: Content of the config.json next to the file. Empty if there is none.
     """
     # A safetensors file is memory-mapped, so its weights are only read when they are copied.
     with require_unchanged(path):
@@ -147,7 +160,8 @@ def _from_file(
             config = {**config, "model_args": {"depth": depths[0]} if depths else {}}
         if name is None:
             raise CheckpointError(
-                f"{path} is not a DINOv3 of a published size; {IN_PYTHON}", hint=PYTHON_FILE
+                f"{path} is not a DINOv3 of a published size. To use it, {IN_PYTHON}",
+                hint=PYTHON_FILE,
             )
         if not backbone.weights:
             # Without tensors, timm would download published weights.
@@ -182,28 +196,38 @@ def _check_name(name: str) -> None:
     tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{architecture}.*")]
     if tag and tag not in tags:
         raise CheckpointError(
-            f"timm {timm.__version__} has no weights {tag!r} for {architecture}; "
-            f"it has: {', '.join(tags) or 'none'}"
+            f"timm {timm.__version__} has no weights {tag!r} for {architecture}, "
+            f"expected one of: {', '.join(tags) or 'none'}"
         )
 
 
 def _load_weights(
     name: str, path: Path, backbone: Backbone, config: Mapping[str, Any]
 ) -> tuple[nn.Module, str]:
-    """Return a timm model with the weights of a file, and a note about sizes that were inferred."""
+    """Return a timm model with the weights of a file, and a note about sizes that were inferred.
+
+    Args:
+        name: timm's name of the architecture.
+        path: The weights file.
+        backbone: Tensors of the encoder in this file.
+        config: Content of the config.json next to the file. Empty if there is none.
+
+    Raises:
+        CheckpointError: The weights do not fit the architecture.
+    """
     weights = _convert_dinov2_registers(backbone.weights)
     arguments, overlay = _read_arguments(config, path)
-    plan, arguments, note = _infer_sizes(name, path, weights, arguments, overlay)
+    meta_model, arguments, note = _infer_sizes(name, path, weights, arguments, overlay)
     pretrained = _mapping(config, "pretrained_cfg", path)
     for key in ("mean", "std"):
         if key in pretrained:
             overlay[key] = read_rgb(pretrained, key, path.with_name("config.json"))
-    if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
-        # timm does not distinguish token grids with the same number of patches, such as 2 x 8 and 4
-        # x 4.
+    if size := getattr(getattr(meta_model, "patch_embed", None), "img_size", None):
+        # timm does not distinguish token grids with the same number of patches, such as 2 x 8 and
+        # 4 x 4.
         overlay["input_size"] = (3, *size)
-    _require_depth(name, plan, weights, path)
-    expected = plan.state_dict()
+    _require_depth(name, meta_model, weights, path)
+    expected = meta_model.state_dict()
     if wrong := {
         tensor: value
         for tensor, value in expected.items()
@@ -214,7 +238,7 @@ def _load_weights(
     # classes is unchanged.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
     # Do not draw initial weights, because this takes long and the file replaces them.
-    can_skip = "weight_init" in signature(type(plan).__init__).parameters
+    can_skip = "weight_init" in signature(type(meta_model).__init__).parameters
     drawing = {"weight_init": "skip"} if can_skip else {}
     has_timm_names = 2 * len(expected.keys() & weights.keys()) >= len(expected)
     with torch.random.fork_rng(devices=[]):
@@ -223,8 +247,8 @@ def _load_weights(
             pretrained=True,
             suggest_name=has_timm_names,
         )
-    if (mode := getattr(plan, "weight_init_mode", None)) is not None:
-        # The identity of an encoder contains this attribute.
+    if (mode := getattr(meta_model, "weight_init_mode", None)) is not None:
+        # This attribute is part of the architecture that identifies an encoder.
         model.weight_init_mode = mode
     _require_weights(model, weights, path, name)
     return model, note
@@ -235,7 +259,7 @@ def _read_arguments(config: Mapping[str, Any], path: Path) -> tuple[dict[str, An
 
     Returns:
         The model arguments, and a dictionary that overrides timm's `pretrained_cfg` with the input
-        size. It is empty if config.json does not state the input size.
+        size. This dictionary is empty if config.json does not state the input size.
     """
     pretrained = _mapping(config, "pretrained_cfg", path)
     overlay: dict[str, Any] = {}
@@ -261,31 +285,39 @@ def _infer_sizes(
 
     Sizes that config.json states are not inferred.
 
+    Args:
+        name: timm's name of the architecture.
+        path: The weights file.
+        weights: Tensors of the file by name.
+        arguments: Arguments of the model in config.json.
+        overlay: Values that replace entries of timm's `pretrained_cfg`.
+
     Returns:
-        The model on the device "meta", its arguments, and a note about the inferred sizes.
+        The model on the device "meta" (without memory for its weights), its arguments, and a note
+        about the inferred sizes.
     """
     arguments, notes = dict(arguments), list[str]()
-    plan = _create(name, path, arguments, overlay, device="meta")
-    kernel, expected = weights.get(_KERNEL), plan.state_dict().get(_KERNEL)
+    meta_model = _create(name, path, arguments, overlay, device="meta")
+    kernel, expected = weights.get(_KERNEL), meta_model.state_dict().get(_KERNEL)
     if "patch_size" not in arguments and kernel is not None and expected is not None:
         rows, cols = kernel.shape[2:] if kernel.ndim == expected.ndim == 4 else (0, 0)
         if rows and rows == cols != expected.shape[3]:
             arguments["patch_size"] = rows
             notes.append(f"patches of {rows} pixels as in the file")
-            plan = _create(name, path, arguments, overlay, device="meta")
-    positions, expected = weights.get(_POSITIONS), getattr(plan, _POSITIONS, None)
+            meta_model = _create(name, path, arguments, overlay, device="meta")
+    positions, expected = weights.get(_POSITIONS), getattr(meta_model, _POSITIONS, None)
     is_stated = "img_size" in arguments or "input_size" in overlay
     if not is_stated and positions is not None and positions.ndim == 3 and expected is not None:
         # Accept a square token grid of another size. `_load_weights` refuses all other shapes.
-        patch_embed: Any = plan.patch_embed
+        patch_embed: Any = meta_model.patch_embed
         own_patches = getattr(patch_embed, "num_patches", 0)
         num_patches = positions.shape[1] - expected.shape[1] + own_patches
         side = math.isqrt(max(num_patches, 0))
         if own_patches and num_patches not in (0, own_patches) and side**2 == num_patches:
             arguments["img_size"] = side * patch_embed.feat_ratio()
             notes.append(ASSUMED_GRID.format(side, side))
-            plan = _create(name, path, arguments, overlay, device="meta")
-    return plan, arguments, "; ".join(notes)
+            meta_model = _create(name, path, arguments, overlay, device="meta")
+    return meta_model, arguments, "; ".join(notes)
 
 
 def _mapping(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
@@ -311,11 +343,11 @@ def _create(
 
     Args:
         name: timm's name of the architecture.
-        path: Weights file to name in error messages. None for random weights.
+        path: The weights file, for error messages. None for random weights.
         arguments: Arguments of the model.
         overlay: Values that replace entries of timm's `pretrained_cfg`.
         pretrained: Whether to load `overlay["state_dict"]`.
-        device: "meta" for a model whose weights use no memory. None for the default device.
+        device: "meta" for a model without memory for its weights. None for the default device.
         suggest_name: Whether error messages suggest using another architecture.
     """
     build = partial(
@@ -338,7 +370,7 @@ def _create(
         file = path or "its random weights"
         advice = "use timm's name of another architecture, or " if suggest_name else ""
         raise CheckpointError(
-            f"timm:{name} does not fit {file}: {reason}; {advice}{IN_PYTHON}",
+            f"timm:{name} does not fit {file}: {reason}. To load it, {advice}{IN_PYTHON}",
             hint=join_alternatives(*([TIMM_NAME] if suggest_name else []), PYTHON_FILE),
         ) from error
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
@@ -346,7 +378,7 @@ def _create(
     if channels != 3:
         raise CheckpointError(
             f"{path or f'timm:{name}'} is a {name} for images with {channels} channels, expected 3 "
-            "(RGB); use another encoder"
+            "(RGB). Use another encoder"
         )
     return model
 
@@ -362,15 +394,16 @@ def timm_encoder(
 ) -> Encoder:
     """Freeze a timm model, and return it as an encoder.
 
-    In each block, separate layers for queries, keys and values are joined in place as `attn.qkv`.
+    If a block has separate layers for queries, keys and values, they are joined in place as
+    `attn.qkv`.
 
     Args:
         model: The timm model.
-        uri: Address from which the model was loaded.
+        uri: Address from which the model was loaded, such as `timm:NAME`.
         name: Name of the encoder in tables.
-        sha256: Digest of the weights.
+        sha256: SHA-256 of the weights.
         keys: Number of loaded tensors, and number of all tensors in the weights file.
-        contents: Further information about the weights file.
+        contents: Further information about the weights file, such as its layout.
 
     Raises:
         CheckpointError: The blocks do not return one feature per patch, or patches are not square.
@@ -385,16 +418,16 @@ def timm_encoder(
         rows, cols = patch_embed.feat_ratio(as_scalar=False)
         if rows != cols:
             raise CheckpointError(
-                f"timm:{architecture} has patches of {rows} x {cols} pixels, expected squares; "
-                f"{IN_PYTHON}",
+                f"timm:{architecture} has patches of {rows} x {cols} pixels, expected squares. "
+                f"To use it, {IN_PYTHON}",
                 hint=PYTHON_FILE,
             )
     try:
         traced = None if isinstance(model, KNOWN) else trace_blocks(model)
     except UnsupportedBlocks as error:
         raise CheckpointError(
-            f"timm:{architecture} is not supported: {error}; expected blocks or stages that return "
-            f"one feature for each patch; {IN_PYTHON}",
+            f"timm:{architecture} is not supported: {error}. Expected blocks or stages that "
+            f"return one feature for each patch. To use it, {IN_PYTHON}",
             hint=PYTHON_FILE,
         ) from error
     module, shape = TimmBackbone(model, traced), traced or shape_of_model(model)
@@ -444,10 +477,11 @@ def timm_encoder(
 def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
     """Make one layer, `attn.qkv`, compute the queries, keys and values of each block.
 
-    Some attention modules of timm add biases after the layer `qkv`. These biases become part of the
-    layer. Others have the three layers `q_proj`, `k_proj` and `v_proj`, which are joined. The
-    outputs of these modules stay the same up to rounding. A block is not changed if its attention
-    has another form, or has fewer keys than queries.
+    The blocks are changed in place. Some attention modules of timm add biases after the layer
+    `qkv`. These biases become part of the layer. Other attention modules have the three layers
+    `q_proj`, `k_proj` and `v_proj`, which are joined. The outputs of the modules stay the same up
+    to rounding. A block is not changed if its attention has another form, or if its queries, keys
+    and values differ in width.
     """
     for block in blocks:
         # The attributes and their types differ between models.
@@ -494,10 +528,17 @@ def _convert_dinov2_registers(weights: Weights) -> dict[str, Tensor]:
 
 
 def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
-    """Raise an error if a tensor of the model was not loaded from the file.
+    """Raise CheckpointError if a tensor of the model was not loaded from the file.
 
-    If the file has a tensor of the same name, both must be equal. Other tensors may be renamed,
-    joined or split by timm. Each of their numbers must be zero or occur somewhere in the file.
+    If the file has a tensor of the same name, both tensors must be equal. timm may have renamed,
+    joined or split other tensors. Each number of these tensors must therefore be zero or occur
+    somewhere in the file.
+
+    Args:
+        model: The timm model after loading.
+        weights: Tensors of the file by name.
+        path: The weights file, for the error message.
+        name: timm's name of the architecture, for the error message.
     """
     own = model.state_dict()
     changed = {
@@ -520,7 +561,8 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
 def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
     """Return the number of blocks in each stage, and the output channels of the first convolution.
 
-    Only blocks whose tensors have timm's names are counted.
+    They are read from the names and shapes of the tensors. Only blocks whose tensors have timm's
+    names are counted.
     """
     names = (re.match(r"((?:(?:layers|stages)\.\d+\.)?blocks\.)(\d+)\.\D", n) for n in weights)
     blocks = sorted({(match[1], match[2]) for match in names if match})
@@ -528,17 +570,17 @@ def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
     return list(Counter(stage for stage, _ in blocks).values()), width
 
 
-def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> None:
-    """Raise an error if the file and the architecture have different numbers of blocks.
+def _require_depth(name: str, meta_model: nn.Module, weights: Weights, path: Path) -> None:
+    """Raise CheckpointError if the file and the architecture have different numbers of blocks.
 
     Args:
         name: timm's name of the architecture.
-        plan: The timm model without weights, that is, on the device "meta".
+        meta_model: The timm model on the device "meta", that is, without memory for its weights.
         weights: Tensors of the file.
         path: The weights file, for the error message.
     """
     depths, width = _depths_and_width(weights)
-    expected, expected_width = _depths_and_width(plan.state_dict())
+    expected, expected_width = _depths_and_width(meta_model.state_dict())
     if depths == expected or len(depths) != len(expected) or width != expected_width:
         return
     different = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
@@ -546,12 +588,12 @@ def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> 
     # The ViT of this suite can have any depth.
     plain = VisionTransformer(depth=1, num_classes=0).state_dict().keys()
     if plain == {re.sub(r"^blocks\.\d+", "blocks.0", tensor) for tensor in weights}:
-        known: Any = plan.pretrained_cfg
+        known: Any = meta_model.pretrained_cfg
         mean, std = ("/".join(f"{value:g}" for value in known[key]) for key in ("mean", "std"))
         bare_file = ("--checkpoint", f"mean={mean},std={std}:{escape_braces(str(path))}")
     raise CheckpointError(
-        f"{path} has {sum(depths)} blocks of width {width}, but timm:{name} has {sum(expected)}; "
-        f"{advice}",
+        f"{path} has {sum(depths)} blocks of width {width}, but timm:{name} has {sum(expected)}. "
+        f"To use the file, {advice}",
         hint=join_alternatives(MODEL_FOLDER, bare_file),
     )
 
@@ -573,7 +615,7 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> Checkp
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     different = '"img_size": [HEIGHT, WIDTH]' if _POSITIONS in wrong else "..."
     return CheckpointError(
-        f"timm:{name} does not fit {path}: {differences}{more}, and nothing is resized; use "
+        f"timm:{name} does not fit {path}: {differences}{more}, and nothing is resized. Use "
         f"timm's name of the file's architecture, or {advise_model_folder(path, different, name)}",
         hint=join_alternatives(TIMM_NAME, MODEL_FOLDER),
     )
@@ -582,7 +624,7 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> Checkp
 def _bits(value: Tensor) -> Int[Tensor, " numbers"]:
     """Convert all numbers to float32, and return their bit patterns as integers.
 
-    Bit patterns of NaN are equal, although NaN itself does not equal NaN.
+    Unlike the numbers themselves, bit patterns can be compared even for NaN.
     """
     return value.detach().float().contiguous().flatten().view(torch.int32)
 
