@@ -85,14 +85,14 @@ class Results:
         metric: str | None = None,
         facet: str | None = None,
     ) -> str:
-        """Return tables with a row for each encoder and a column for each block.
+        """Return tables as text, with a row for each encoder and a column for each block.
 
         Args:
             style: "text", "markdown", "latex", "csv" or "json".
             task: Tasks to show, separated by commas (default: all).
             dataset: Datasets to show, separated by commas (default: all).
             metric: Metrics to show, separated by commas (default: all).
-            facet: Facets to show, separated by commas (default: all).
+            facet: Facets (kinds of features) to show, separated by commas (default: all).
         """
         tables = self._tables(task=task, dataset=dataset, metric=metric, facet=facet)
         return render_tables(tables, style)
@@ -105,8 +105,8 @@ class Results:
     def plot(self, metric: str | None = None) -> "Figure":
         """Plot the score of every block, and return the matplotlib figure.
 
-        The figure has one chart for each table of the method `table`. Bands around the curves show
-        95 % confidence intervals.
+        The figure has one chart for each table that the method `table` returns. Bands around the
+        curves show 95 % confidence intervals.
 
         Args:
             metric: Metrics to show, separated by commas (default: all).
@@ -245,7 +245,10 @@ def read_results(folder: str | Path = "results") -> Results:
 
 @hints_for_python({"--checkpoint": "uri"})
 def load_encoder(uri: str) -> Encoder:
-    """Load an encoder from an address in the format of `--checkpoint`, such as "demo:skip".
+    """Load an encoder from an address in the format of the flag `--checkpoint`.
+
+    Args:
+        uri: The address, such as "demo:skip", "timm:NAME" or the path of a checkpoint.
 
     Raises:
         CheckpointError: The address or its file is invalid, or the model is not supported.
@@ -270,16 +273,17 @@ def extract_features(
     Args:
         encoder: An address, an `Encoder` or a torch module, as in `probe`.
         images: A batch of RGB images, or a list of files, arrays and tensors. A batch has values in
-            [0, 1], and its height and width are multiples of the patch size. The images of a list
+            [0, 1], and its height and width are multiples of the patch size. The images in a list
             are resized to squares.
         layers: Block indices, 0-based: "all", 11, -1, "0,5,11" or a list.
         facets: Names of facets (kinds of features), such as "token" for patch tokens or "key".
             `ssl_bench.features.FeatureExtractor` lists them. "cls" and "token" are outputs of the
             block itself. "cls_normed" and "token_normed" are these outputs after the encoder's
-            final norm, which the k-NN and classification probes use.
+            final norm. The k-NN and classification probes use features after the final norm.
         image_size: Side of the squares in pixels (default: the encoder's native size).
         batch_size: Number of images in a forward pass.
-        device: Name of a torch device. The default is chosen as in `probe`.
+        device: Name of a torch device. By default, a torch module stays on its device. Other
+            encoders use a GPU if there is one.
 
     Returns:
         Features by block index and facet. They have the shape batch x dim for "cls" and

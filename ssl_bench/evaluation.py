@@ -320,7 +320,7 @@ class Probe:
 
     @property
     def facets(self) -> tuple[Facet, ...]:
-        """Return the names of the facets (kinds of features) to score, as stored in records."""
+        """Return the names of the facets (kinds of features) to score, as stored with results."""
         return self.facet_spec.names if self.facet_spec else ()
 
     @property
@@ -389,7 +389,7 @@ class Probe:
         return False
 
     def split(self, dataset: Dataset) -> ImageSet:
-        """Return the images to score."""
+        """Return the images of a dataset that the probe scores."""
         return dataset.val()
 
     def training_images(self, dataset: Dataset) -> ImageSet | None:
@@ -472,7 +472,7 @@ class Evaluation:
             later: Probes that run next on the same dataset and can use encoder outputs of this run.
 
         Returns:
-            The records of all requested results, both stored and new.
+            One record (stored result) for each requested result, whether it is old or new.
         """
         probe, dataset = self.probe, CachedDataset(self.dataset)
         probe.require_fitting(self.encoder)
@@ -670,7 +670,7 @@ class WorkPlan:
         pending: Keys that identify the missing results. A result with an incomplete record counts
             as missing.
         layers: Block indices with missing results or missing figures, in the requested order.
-        finished: Complete stored records by key.
+        finished: Records of the stored results by key, without incomplete records.
     """
 
     pending: frozenset[ResultKey]
@@ -727,8 +727,10 @@ def _list_figures(
 ) -> dict[str, tuple[int, ...]]:
     """Return the path of each figure of a probe, with the layers that the figure shows.
 
-    The layers are those of the results that `keys` identify. Each figure shows layers of one stage
-    of the encoder, unless several stages draw a figure with the same path.
+    Args:
+        probe: The probe.
+        keys: Keys that identify the requested results, and thus the layers.
+        images: The scored images.
     """
     stages: dict[int | None, list[ResultKey]] = {}
     for key in keys:
@@ -800,8 +802,8 @@ def result_settings(
 ) -> dict[str, Any]:
     """Return the settings that affect all results of a probe, as JSON types.
 
-    Further entries identify the training images, the corruption and the unreadable images. Call
-    this function only once, because it reads all training images to compute their digest.
+    They include entries that identify the training images, the corruption and the unreadable
+    images. Call this function only once, because it reads all training images to compute a digest.
 
     Args:
         probe: The probe.

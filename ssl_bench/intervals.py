@@ -328,7 +328,7 @@ def mean_estimate(values: Float[np.ndarray, " images"]) -> Jackknife:
 
 
 def few_images_warning(num_images: int) -> list[str]:
-    """Return a warning in a list if an interval of mean IoU is unreliable for so few images.
+    """Return a list with a warning if intervals of mean IoU are unreliable for so few images.
 
     If there are enough images, the list is empty.
     """

@@ -121,7 +121,7 @@ class PlannedProbe:
     def find_served_probes(
         self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
     ) -> list[Probe]:
-        """Return the later probes that can reuse encoder outputs which this probe computes.
+        """Return the later probes that can reuse encoder outputs of this probe.
 
         They have the same dataset, precision and seed as this probe, and `Probe.serves` is True for
         them.
@@ -234,7 +234,8 @@ def require_images(plan: Sequence[PlannedProbe]) -> None:
         plan: Planned probes, as `plan_request` returns them.
 
     Raises:
-        DataError: See `PlannedProbe.require_images`.
+        DataError: A split is incomplete, or scored images are also training images although this
+            is not allowed.
     """
     for planned in open_datasets_once(plan):
         planned.require_images()

@@ -128,7 +128,7 @@ def predict_constant_class(
 
 
 def mean_without_nan(values: Float64[np.ndarray, "*some classes"]) -> Float64[np.ndarray, "*some"]:
-    """Return the mean over the last axis without NaN values. It is NaN if all values are NaN."""
+    """Return the mean over the last axis, ignoring NaN values. It is NaN if all values are NaN."""
     is_number = ~np.isnan(values)
     count = is_number.sum(-1)
     total = np.where(is_number, values, 0.0).sum(-1)

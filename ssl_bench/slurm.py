@@ -53,7 +53,7 @@ class CommandTask:
 def array_settings(
     *, minutes: int, gpus: int, cpus: int, partition: str | None = None
 ) -> dict[str, str | int]:
-    """Return the settings of a SLURM array, named as in submitit.
+    """Return the settings of a SLURM array, with the names that submitit uses.
 
     Args:
         minutes: Time limit of each task. A task that reaches it is queued again.

@@ -100,7 +100,7 @@ def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
     """Return the folder of `configs/` in which a dotted key, such as "probe.loss", selects a file.
 
     For example, if `chosen` is {"probe": "segmentation"}, the key "probe.loss" selects a file in
-    the folder "probe/segmentation/loss". If the key selects no file, as "probe.tau", or contains no
+    the folder "probe/segmentation/loss". If the key selects no file, such as "probe.tau", or has no
     dot, the result is None.
 
     Args:
@@ -113,9 +113,9 @@ def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
 
 
 def add_data_root(overrides: Sequence[str], root: str | None) -> list[str]:
-    """Return KEY=VALUE overrides with an additional first override that sets `data.root`.
+    """Return KEY=VALUE overrides, preceded by one that sets the data folder `data.root` to `root`.
 
-    If `root` is None, no override is added.
+    If `root` is None, the overrides are returned unchanged.
     """
     quoted = [] if root is None else ["data.root='" + root.replace("'", "\\'") + "'"]
     return [*quoted, *overrides]
@@ -145,7 +145,7 @@ def list_keys(config: Mapping[str, Any]) -> list[str]:
     """Return all keys whose value a user can set, such as "probe.training.epochs"."""
     names = flatten_config(config)
     keys = [key for key in names if not key.endswith(TARGET)]
-    # A component without fields has no keys below it, but its own key can choose another file.
+    # A class without fields has no keys below it, but its own key can choose another file.
     owners = [key.removesuffix(f".{TARGET}") for key in names if key.endswith(f".{TARGET}")]
     return keys + [owner for owner in owners if not any(k.startswith(f"{owner}.") for k in keys)]
 
@@ -329,7 +329,7 @@ def build(config: Mapping[str, Any], part: str = "") -> Any:
 
 
 def instantiate(value: Any, key: str) -> Any:
-    """Create an instance of a class for each mapping that has a key `_target_`.
+    """Replace each mapping that has a key `_target_` by an instance of a class.
 
     `_target_` contains the import path of the class. The other keys of the mapping are its
     arguments. All other values are returned unchanged.

@@ -251,10 +251,11 @@ class ImageCurve:
 
     @property
     def held_out(self) -> Estimate:
-        """Metric of the best block, if this block is never chosen on the images that it scores.
+        """Metric of blocks that are chosen without the images on which they are scored.
 
-        The images are split into folds. Each fold is scored with the block that is best on the
-        other folds. If no block may be reported as best, this is the metric of the last block.
+        This is a cross-validation. The images are split into folds, and each fold is scored with
+        the block that is best on the other folds. If no block may be reported as best, this is the
+        metric of the last block.
         """
         return self._held_out[0]
 

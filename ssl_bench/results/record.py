@@ -700,7 +700,7 @@ def numeric_digest(key: ResultKey) -> str:
 
 
 def unify_settings(records: Sequence[Record]) -> list[Record]:
-    """Return the records with equal settings if these only differ in number types: 1 and 1.0.
+    """Return the records after making settings equal that only differ in number types: 1 and 1.0.
 
     A number becomes a float if it is a float in any of the records. If several records then have
     the same key, only the latest one is returned.
@@ -752,7 +752,7 @@ def _numeric_text(value: Any) -> str:
 
 
 def _floats_as_integers(value: Any) -> Any:
-    """Return nested mappings and lists in which floats such as 1.0 are replaced by integers."""
+    """Return nested mappings and lists with floats such as 1.0 replaced by integers such as 1."""
     if isinstance(value, Mapping):
         return {name: _floats_as_integers(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

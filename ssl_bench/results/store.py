@@ -69,7 +69,7 @@ PACKED = "records.parquet"
 """Name of the file of packed records."""
 
 _MAX_NPZ_BYTES = 2**30
-# Three counts of eight bytes for each of 2,700 classes.
+# Enough for three 8-byte counts for each of 2,700 classes.
 _MAX_BYTES_PER_IMAGE = 2**16
 _DAMAGED_ROW = f"edited or damaged: its row in {PACKED} does not match the row's digest"
 _READING_ERRORS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
@@ -285,7 +285,7 @@ class ResultStore:
             paths: Paths that `encoders` returned, or None to read all records.
 
         Raises:
-            DataError: There is no valid record. If the folder is a training run, the message
+            DataError: There is no valid record. If the folder is a pretraining run, the message
                 contains the last measurements of the run.
         """
         self.outdated = []
