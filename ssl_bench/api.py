@@ -184,9 +184,9 @@ def probe(
         on_bad_image: "skip" leaves out images that cannot be read, and "fail" raises an error for
             them. The default depends on the dataset.
         settings: Settings of the probe, such as `image_size=224` for `probe.image_size=224`.
-            `limit`, `pictures` and `seed` have the same meaning as the flags of these names.
-            `dataset_name`, `class_names` and `box_format` describe your own datasets. Write other
-            keys in full: `**{"dataset.num_val": 4}`.
+            `limit` is the maximum number of images of a split, `pictures` the number of example
+            figures, and `seed` the random seed. `dataset_name`, `class_names` and `box_format`
+            describe your own datasets. Write other keys in full: `**{"dataset.num_val": 4}`.
 
     Raises:
         SslBenchError: An argument, the encoder or the data is invalid.

@@ -558,8 +558,8 @@ class Evaluation:
     ) -> SharedFeatures | None:
         """Return the image features that this probe shares with other probes of the command.
 
-        The result is None if the probe shares no features, if the images are corrupted, or if
-        neither an earlier nor a later probe uses the features.
+        The result is None if the probe shares no features, if the images are corrupted, or if no
+        earlier or later probe uses the features.
 
         Args:
             features: Cache that contains the shared features. They are created if needed.
@@ -664,7 +664,7 @@ def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """The results of a probe that are missing, and those that are already stored.
+    """The missing results and the stored results of a probe.
 
     Attributes:
         pending: Keys that identify the missing results. A result with an incomplete record counts

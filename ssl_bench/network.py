@@ -184,9 +184,9 @@ def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> 
 def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
     """Download the bytes that an incomplete file lacks, and append them to the file.
 
-    The file is emptied and downloaded from the start in three cases: if it is longer than the
-    published file, if the server cannot send a part of the file, or if no digest is published to
-    verify the joined parts.
+    The file is emptied and downloaded from the start if it is longer than the published file, or if
+    the server cannot send a part of the file. The same happens if no digest is published, because
+    the joined parts could not be verified.
 
     Raises:
         DownloadError: The server is unreachable or sends something else, or the download stops too

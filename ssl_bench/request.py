@@ -133,7 +133,8 @@ def require_dataset(text: str) -> tuple[str, str | None]:
         The name, and the folder or None.
 
     Raises:
-        ConfigurationError: The name is unknown, or the dataset is not read from a folder.
+        ConfigurationError: The name is unknown, or the text contains a folder although this
+            dataset is not read from a folder.
     """
     name, root = split_dataset(text)
     require_choice("dataset", name, choices("dataset"))

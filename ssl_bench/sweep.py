@@ -186,8 +186,8 @@ def _split_layers(
     If a result or a figure combines several blocks, all blocks form a single group.
 
     Args:
-        planned: The probe before it was adapted to the encoder.
-        probe: The probe after it was adapted to the encoder.
+        planned: The planned probe, which contains the seed.
+        probe: The probe, adapted to the encoder.
         layers: Block indices, 0-based.
         images: The scored images.
         count: Desired number of groups. There are never more groups than blocks.

@@ -42,7 +42,8 @@ class Experiment:
     """A pretraining run of a paper, which users choose with `experiment=NAME`.
 
     Attributes:
-        name: Name of the run. No other run and no file of `configs/experiment` has this name.
+        name: Name of the run, which no other run has. It may equal the name of the recipe only if
+            the run changes no settings.
         recipe: Name of the file of `configs/experiment` that contains the settings of the run.
         changes: Settings that differ from the recipe, by full key such as "model.depth". The keys
             "model", "objective" and "optimizer" choose a config file.

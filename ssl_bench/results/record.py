@@ -700,7 +700,7 @@ def numeric_digest(key: ResultKey) -> str:
 
 
 def unify_settings(records: Sequence[Record]) -> list[Record]:
-    """Return the records after making settings equal that only differ in number types: 1 and 1.0.
+    """Return records, with settings made equal if they only differ in number types (1 and 1.0).
 
     A number becomes a float if it is a float in any of the records. If several records then have
     the same key, only the latest one is returned.
