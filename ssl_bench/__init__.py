@@ -21,7 +21,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used, so that `import ssl_bench` and `--help` stay fast."""
+    """Import a public object, such as `probe`, when it is first used.
+
+    This keeps `import ssl_bench` and `ssl-bench --help` fast, because they need not import PyTorch.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "models" if name == "Encoder" else "api"

@@ -1,4 +1,4 @@
-"""The Python API: probe an encoder, read results, extract features, and show tables and figures.
+"""Define the Python API: probe an encoder, read results, extract features, show tables and plots.
 
 Error messages suggest keyword arguments instead of command-line flags.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Images = str | Path | np.ndarray | Tensor
-"""An image file, a numpy.uint8 array (height x width x 3), or a tensor in [0, 1] (3 x height x
+"""One image: a file, a numpy.uint8 array (height x width x 3), or a tensor in [0, 1] (3 x height x
 width). Image files are rotated according to their EXIF orientation."""
 _OVERSHOOT = 0.2
 """How far image values may lie outside [0, 1]. Bicubic resizing exceeds this range slightly."""
@@ -50,7 +50,7 @@ _SHORT_FORMS: Mapping[str, str] = {
     "class_names": "dataset.class_names",
     "box_format": "dataset.box_format",
 }
-"""Keyword arguments of `probe` that do not set `probe.NAME`, with the config keys that they set."""
+"""Config keys that some keyword arguments of `probe` set. Most other arguments set `probe.NAME`."""
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][\w.-]*")
 _TOP_LEVEL_KEYS = ("seed", "dtype", "corrupt")
 _PROBE_KEYWORDS = {"--checkpoint": "encoder", **{key: name for name, key in _SHORT_FORMS.items()}}
@@ -64,13 +64,13 @@ _TABLE_KEYWORDS = {"--format": "style"}
 
 @dataclass(frozen=True)
 class Results:
-    """Results of probes, which can be returned as tables, a data frame or a figure.
+    """Results of probes, which can be shown as tables, a data frame or a figure.
 
     A notebook displays this object as tables.
 
     Attributes:
-        records: One record for each score. It stores the block, facet (kind of feature), metric,
-            value and settings.
+        records: One record for each score. A record stores the block, facet (kind of feature),
+            metric, value and settings.
     """
 
     records: tuple[Record, ...]
@@ -85,34 +85,35 @@ class Results:
         metric: str | None = None,
         facet: str | None = None,
     ) -> str:
-        """Return tables with a row for each encoder and a column for each block.
+        """Return tables as text, with a row for each encoder and a column for each block.
 
         Args:
             style: "text", "markdown", "latex", "csv" or "json".
             task: Tasks to show, separated by commas (default: all).
             dataset: Datasets to show, separated by commas (default: all).
             metric: Metrics to show, separated by commas (default: all).
-            facet: Facets to show, separated by commas (default: all).
+            facet: Facets (kinds of features) to show, separated by commas (default: all).
         """
         tables = self._tables(task=task, dataset=dataset, metric=metric, facet=facet)
         return render_tables(tables, style)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a data frame with a row for each record."""
+        """Return a pandas data frame with one row for each record (a score with its settings)."""
         return to_pandas(self.records)
 
     @hints_for_python(_TABLE_KEYWORDS)
     def plot(self, metric: str | None = None) -> "Figure":
-        """Return a matplotlib figure of scores over blocks, with one panel (chart) for each table.
+        """Plot the score of every block, and return the matplotlib figure.
 
-        Bands around the curves show 95 % confidence intervals.
+        The figure has one chart for each table that the method `table` returns. Bands around the
+        curves show 95 % confidence intervals.
 
         Args:
             metric: Metrics to show, separated by commas (default: all).
 
         Raises:
             ConfigurationError: A metric does not occur in the records.
-            DataError: There are no records.
+            DataError: There are no results to plot.
         """
         if not self.records:
             raise DataError("these results contain no records, expected at least one to plot")
@@ -164,10 +165,10 @@ def probe(
     Results that already exist in `out` are not computed again.
 
     Args:
-        encoder: An address in the format of `--checkpoint`, an `Encoder`, or a torch module with a
-            list of blocks. `Encoder.from_module` converts such a module.
+        encoder: An address in the format of `--checkpoint`, such as "demo:skip", an `Encoder`, or
+            a torch module with a list of blocks. `Encoder.from_module` converts such a module.
         task: A task such as "tokencut", several tasks separated by commas, or "all" for all tasks
-            that fit. `ssl-bench keys` lists the tasks.
+            that the dataset and the encoder support. `ssl-bench keys` lists the tasks.
         dataset: Name of a dataset, such as "voc2012". By default, `train`, `val` and `images` are
             used, or "toy" if none of them is given.
         data_root: Folder of the dataset.
@@ -176,16 +177,16 @@ def probe(
         val: Your own images to score.
         images: Your own images for tasks without training, such as "pca" or "tokencut".
         layer: Block indices, 0-based: "all", 11, -1, "0,5,11" or a list.
-        out: Folder to which records of the results and figures are written.
+        out: Folder to which results and figures are written.
         device: Name of a torch device. By default, a torch module stays on its device. Other
             encoders use a GPU if there is one.
         overwrite: Compute finished results again.
-        on_bad_image: "skip" leaves out images that cannot be read, "fail" raises an error. The
-            default depends on the dataset.
+        on_bad_image: "skip" leaves out images that cannot be read, and "fail" raises an error for
+            them. The default depends on the dataset.
         settings: Settings of the probe, such as `image_size=224` for `probe.image_size=224`.
-            `limit`, `pictures` and `seed` have the same meaning as the flags of these names.
-            `dataset_name`, `class_names` and `box_format` describe your own datasets. Write other
-            keys in full: `**{"dataset.num_val": 4}`.
+            `limit` is the maximum number of images of a split, `pictures` the number of example
+            figures, and `seed` the random seed. `dataset_name`, `class_names` and `box_format`
+            describe your own datasets. Write other keys in full: `**{"dataset.num_val": 4}`.
 
     Raises:
         SslBenchError: An argument, the encoder or the data is invalid.
@@ -194,7 +195,8 @@ def probe(
     sets = {role: one for role, one in sets.items() if one is not None}
     if sets and (dataset or data_root):
         raise ConfigurationError(
-            f"{' and '.join(sets)} cannot be combined with dataset or data_root. Leave one out"
+            f"{' and '.join(sets)} cannot be combined with dataset or data_root. Pass either your "
+            "own images or a dataset name"
         )
     request = ProbeRequest.parse(
         task=task,
@@ -226,12 +228,13 @@ def probe(
 
 @hints_for_python({"--out": "folder"})
 def read_results(folder: str | Path = "results") -> Results:
-    """Read all records in a folder of results and in its subfolders.
+    """Read all results in a folder to which `probe` or `ssl-bench probe` has written results.
 
-    Unreadable records, and records of older versions of a probe, are left out with a message.
+    Results that cannot be read, or that an older version of a probe computed, are left out. A
+    message lists them.
 
     Raises:
-        DataError: There are no records.
+        DataError: The folder contains no valid result.
     """
     store = ResultStore(Path(folder))
     records = store.records()
@@ -242,7 +245,10 @@ def read_results(folder: str | Path = "results") -> Results:
 
 @hints_for_python({"--checkpoint": "uri"})
 def load_encoder(uri: str) -> Encoder:
-    """Load an encoder from an address in the format of `--checkpoint`, such as "demo:skip".
+    """Load an encoder from an address in the format of the flag `--checkpoint`.
+
+    Args:
+        uri: The address, such as "demo:skip", "timm:NAME" or the path of a checkpoint.
 
     Raises:
         CheckpointError: The address or its file is invalid, or the model is not supported.
@@ -265,22 +271,24 @@ def extract_features(
     """Extract features of blocks in one forward pass per image, and return them on the CPU.
 
     Args:
-        encoder: See `probe`.
+        encoder: An address, an `Encoder` or a torch module, as in `probe`.
         images: A batch of RGB images, or a list of files, arrays and tensors. A batch has values in
-            [0, 1], and its height and width are multiples of the patch size. The images of a list
+            [0, 1], and its height and width are multiples of the patch size. The images in a list
             are resized to squares.
-        layers: Block indices, in the format of the argument `layer` of `probe`.
-        facets: Names of facets (kinds of features), as in `ssl_bench.features.FeatureExtractor`.
-            "cls" and "token" are the output of a block. "cls_normed" and "token_normed" are this
-            output after the encoder's final norm. The k-NN and classification probes use the
-            features after the final norm for `probe.facet` "cls" and "patch_mean".
-        image_size: Side of the square in pixels (default: the encoder's own size).
-        batch_size: Images per forward pass.
-        device: See `probe`.
+        layers: Block indices, 0-based: "all", 11, -1, "0,5,11" or a list.
+        facets: Names of facets (kinds of features), such as "token" for patch tokens or "key".
+            `ssl_bench.features.FeatureExtractor` lists them. "cls" and "token" are outputs of the
+            block itself. "cls_normed" and "token_normed" are these outputs after the encoder's
+            final norm. The k-NN and classification probes use features after the final norm.
+        image_size: Side of the squares in pixels (default: the encoder's native size).
+        batch_size: Number of images in a forward pass.
+        device: Name of a torch device. By default, a torch module stays on its device. Other
+            encoders use a GPU if there is one.
 
     Returns:
-        Features by block index and facet. Their shape is batch x rows x cols x dim. It is batch x
-        dim for "cls" and "cls_normed", and batch x registers x dim for "registers".
+        Features by block index and facet. They have the shape batch x dim for "cls" and
+        "cls_normed", batch x registers x dim for "registers", and batch x rows x cols x dim for all
+        other facets.
 
     Raises:
         SslBenchError: An argument, the encoder or an image is invalid.
@@ -312,8 +320,8 @@ def extract_features(
 def _settings_as_overrides(settings: Mapping[str, Any]) -> list[str]:
     """Convert keyword arguments of `probe` to KEY=VALUE overrides of the configuration.
 
-    For example, `image_size=224` becomes `probe.image_size=224`. Short names such as `limit`,
-    top-level keys such as `seed`, and names that contain a dot are not prefixed with `probe.`.
+    For example, `image_size=224` becomes `probe.image_size=224`, and `limit=8` becomes
+    `data.limit=8`. Top-level keys such as `seed`, and names that contain a dot, are not changed.
     """
     overrides = []
     for name, value in settings.items():
@@ -346,9 +354,13 @@ def _quoted_override_value(value: Any) -> str:
 def _prepare_encoder(
     encoder: "str | Encoder | nn.Module", device: str | None
 ) -> Generator[tuple[Encoder, torch.device]]:
-    """Yield an encoder and its device.
+    """Load or convert the encoder that a user passed, and yield it with the device to use.
 
-    On exit, a module or `Encoder` that the user passed is moved back to its original device.
+    On exit, a torch module or `Encoder` is moved back to its original device.
+
+    Args:
+        encoder: An address such as "demo:skip", an `Encoder`, or a torch module.
+        device: Name of a torch device, or None for the default device.
     """
     if isinstance(encoder, str):
         yield models.load_encoder(encoder), choose_device(device)
@@ -390,8 +402,13 @@ def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 
 def _require_unit_range(images: Tensor, dimensions: int) -> Tensor:
     """Return the images unchanged if they are floats in [0, 1] with 3 channels.
 
-    Otherwise, raise ConfigurationError. Images must not be normalised, because `FeatureExtractor`
-    normalises them. Small overshoots of the range are accepted.
+    Otherwise, raise ConfigurationError. Normalised images are rejected, because `FeatureExtractor`
+    normalises images itself. Values slightly outside [0, 1] are accepted, because bicubic resizing
+    can produce them.
+
+    Args:
+        images: One image (3 x height x width) or a batch (N x 3 x height x width).
+        dimensions: Expected number of axes: 3 for one image, 4 for a batch.
     """
     if images.ndim != dimensions or images.shape[-3] != 3:
         expected = "3 x height x width" if dimensions == 3 else "a batch of N x 3 x height x width"

@@ -1,4 +1,4 @@
-"""Errors that the command line reports in one line, with their exit codes and hints.
+"""Define the errors that the command line reports in one line, with exit codes and hints.
 
 An error has a message, which says what is wrong and what was expected. It may also have a hint,
 which says what to type instead. The hint is a tuple of words, so that it can be shown as flags or
@@ -54,7 +54,7 @@ class SslBenchError(Exception):
     def hint(self) -> tuple[str, ...]:
         """Return what the user should type instead, as a tuple of words.
 
-        If this error has no hint of its own, the hint of its `__cause__` is returned.
+        If this error has no hint, the hint of the error that caused it (`__cause__`) is returned.
         """
         cause = self.__cause__
         return self._hint or (cause.hint if isinstance(cause, SslBenchError) else ())
@@ -82,8 +82,11 @@ class DataError(SslBenchError, ValueError):
 class UnreadableImage(DataError):
     """Raised if an image file is empty, truncated or in an unknown format.
 
-    `remedy` is a Python package to install or a setting to change, so that the file can be read. It
-    is empty if the file is damaged.
+    Args:
+        message: What is wrong with the file, in one line.
+        remedy: What makes the file readable: the name of a Python package to install, or a setting
+            such as "data.bits=16". It is empty if the file is damaged.
+        hint: Words to type instead, as in `SslBenchError`.
     """
 
     def __init__(self, message: str, remedy: str = "", *, hint: Sequence[str] = ()) -> None:
@@ -124,10 +127,11 @@ class Preempted(SslBenchError):
 
 
 def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
-    """Return an error that names the Python file and line in which an exception was raised.
+    """Return an error that states the Python file and the line in which an exception was raised.
 
-    The last line of a traceback is often in a library. The error therefore names the last line that
-    is in one of `packages`, or else the last line. For a SyntaxError, it names the invalid line.
+    The last call in a traceback is often inside a library. The error therefore states the last call
+    whose file belongs to `packages`. If there is none, it states the last call. For a SyntaxError,
+    it states the invalid line.
 
     Args:
         error: The exception with its traceback.
@@ -160,9 +164,15 @@ def with_hint(
 ) -> str:
     """Append a hint (what the user should type instead) to an error message.
 
-    The hint is shown as flags, such as `--dtype float32`. If `keyword_names` is given or the call
-    is inside `hints_for_python`, it is shown as Python arguments, such as `dtype="float32"`.
-    Alternatives that the message already contains are not repeated.
+    For example, the hint ("--device", "cpu") becomes "; use `--device cpu`". In the context
+    `hints_for_python`, it becomes "; use `device="cpu"`".
+
+    Args:
+        message: What is wrong.
+        hint: Words to type. The word "or" separates alternatives. Alternatives that the message
+            already contains are not repeated.
+        keyword_names: If given, the hint is always shown as Python arguments. The dictionary maps
+            flags and keys to argument names, such as {"--checkpoint": "encoder"}.
     """
     names = _keyword_names.get() if keyword_names is None else keyword_names
     ways = dict.fromkeys(
@@ -179,11 +189,13 @@ def _mentions(message: str, words: str) -> bool:
 
 @contextmanager
 def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
-    """In this context, show the hints of errors as Python keyword arguments.
+    """Show the hints of errors as Python keyword arguments inside this context.
 
-    Elsewhere, hints are shown as flags and KEY=VALUE settings. `keyword_names` maps some flags and
-    keys to argument names, such as {"--checkpoint": "encoder"}. Other names are derived from the
-    flag or key: `--batch-size` becomes `batch_size`.
+    Outside of it, hints are shown as command-line flags and KEY=VALUE settings.
+
+    Args:
+        keyword_names: Argument names for some flags and keys, such as {"--checkpoint": "encoder"}.
+            Other names are derived from the flag or key: `--batch-size` becomes `batch_size`.
     """
     token = _keyword_names.set(keyword_names)
     try:
@@ -197,28 +209,29 @@ def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
 
 
 def join_alternatives(*ways: Sequence[str]) -> tuple[str, ...]:
-    """Join hints such as ("--device", "cpu") into one hint, separated by the word "or".
+    """Join hints, which are tuples of words to type, into one hint with the word "or" between them.
 
-    Empty hints are left out.
+    For example, ("--device", "cpu") and ("--jobs", "1") become ("--device", "cpu", "or", "--jobs",
+    "1"). Empty hints are left out.
     """
     return tuple(word for way in filter(None, ways) for word in ("or", *way))[1:]
 
 
 def split_alternatives(hint: Sequence[str]) -> list[tuple[str, ...]]:
-    """Split a hint at the word "or" into its alternatives, such as ("--device", "cpu")."""
+    """Split a hint at each word "or", and return the alternatives, such as ("--device", "cpu")."""
     groups = groupby(hint, key=lambda word: word == "or")
     return [tuple(words) for is_separator, words in groups if not is_separator]
 
 
 def escape_braces(text: str) -> str:
-    """Double the braces in a text, so that {name} in it is not treated as a placeholder."""
+    """Double the braces in a text, so that a hint does not treat {name} in it as a placeholder."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def fill_placeholders(word: str, fill: Callable[[str], str]) -> str:
-    """Replace each placeholder {name} in a word of a hint by `fill(name)`.
+    """Replace each placeholder in a word, such as {folder}, by the result of `fill("folder")`.
 
-    Double braces from `escape_braces` become single braces.
+    The double braces that `escape_braces` writes become single braces.
     """
     pattern = r"\{\{|\}\}|\{(\w+)\}"
     return re.sub(pattern, lambda match: fill(match[1]) if match[1] else match[0][0], word)

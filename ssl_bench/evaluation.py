@@ -1,7 +1,7 @@
 """Evaluate probes on the blocks of a frozen encoder.
 
-`Probe` is the base class of all probes. `Evaluation.run` runs a probe to compute the results that
-are missing from the results folder. It saves each record as soon as its score is computed.
+`Probe` is the base class of all probes. `Evaluation.run` computes the results of a probe that are
+missing from the results folder. Each result is saved as a record as soon as it is computed.
 """
 
 import math
@@ -47,7 +47,7 @@ _CPU = torch.device("cpu")
 # Shorter runs of a probe do not report their cost.
 _MIN_REPORTED_SECONDS = 5.0
 SIZE_FIELDS = ("image_size", "longer_side", "max_side", "squash")
-"""Fields of probes that determine the size of images, which `Probe.resize` returns."""
+"""Fields of probes that determine the image size. `Probe.resize` returns this size as a rule."""
 _NEW_NAMES = {
     "not_settings": "excluded_from_identity",
     "shown_to": "with_native_size",
@@ -55,10 +55,10 @@ _NEW_NAMES = {
     "rounds_size": "resize",
     **dict.fromkeys(("protocols_by_role", "truths_by_role", "max_sides_by_role"), "settings_for"),
 }
-"""Old names of attributes of probes, with their new names."""
+"""Old names of attributes of `Probe`, with the names that replace them."""
 
 Progress = Callable[..., Iterable[Any]]
-"""A function like `ssl_bench.system.output.show_progress`. It returns the items unchanged."""
+"""A function that yields items unchanged and shows progress, like `show_progress`."""
 
 
 class FeatureCache(UserDict[Any, Any]):
@@ -68,8 +68,9 @@ class FeatureCache(UserDict[Any, Any]):
     that affects its features, such as the precision.
 
     Attributes:
-        started_files: Files that earlier probes of the same command have created. Later probes add
-            their results to these files, even if `overwrite` is set.
+        started_files: Files with intermediate results that earlier probes of the same command have
+            created. Later probes add to these files, even if `overwrite` is set. Other files
+            of this kind are deleted if `overwrite` is set.
     """
 
     def __init__(self) -> None:
@@ -85,14 +86,16 @@ class FeatureCache(UserDict[Any, Any]):
         """Drop cached features that the next probe cannot use, to free memory.
 
         If the encoder, the role or the images change, all features are dropped. If only the
-        corruption changes, only features that were not used since the previous change are dropped.
-        The features of training images are thus kept, because training images are never corrupted.
+        corruption changes, features that have not been used since its last change are dropped.
+        Features of training images are kept. Training images are never corrupted, so each
+        corruption uses the same features of them.
 
         Args:
             encoder: Encoder of the next probe.
-            role: `Probe.role` of the next probe, such as "segmentation".
-            images: Digest (fingerprint) of the scored images before corruption.
-            corruption: Corruption of the scored images, such as "snow:3", or None.
+            role: What the next probe needs from a dataset, such as "segmentation".
+            images: Digest of the scored images before corruption.
+            corruption: Corruption of the scored images with its severity, such as "snow:3", or
+                None.
         """
         selected = (encoder_id(encoder.identity()), role, images)
         if selected != self._selected:
@@ -118,7 +121,7 @@ class ProbeContext:
 
     Attributes:
         encoder: The frozen encoder.
-        dataset: The dataset. It must support `Probe.role`, such as "segmentation".
+        dataset: The dataset. It must have the annotations that `Probe.role` requires.
         layers: Block indices to score, 0-based.
         device: Device of the computation.
         dtype: Precision of the encoder's forward pass.
@@ -130,11 +133,11 @@ class ProbeContext:
         known: Records of the requested results that are already stored. `Probe.run` need not yield
             their scores again.
         features: Cache of features that earlier probes computed with this encoder.
-        shared: Features of images that several probes of the command encode in the same way.
-            `extractor` reads and extends them. None if no other probe shares them.
+        shared: Features of images that several probes of the command encode in the same way. The
+            method `extractor` reads and extends them. None if no other probe encodes these images.
         later: Probes that run next on the same blocks, each with the folder for its figures.
-            `Probe.serves` selects them. `Probe.run` may also compute the encoder outputs that they
-            need.
+            `Probe.run` may also compute the encoder outputs that they need. `Probe.serves` decides
+            which probes are listed.
     """
 
     encoder: Encoder
@@ -153,9 +156,13 @@ class ProbeContext:
     later: Sequence[tuple["Probe", Path]] = ()
 
     def extractor(self, layers: Sequence[int], *facets: Facet) -> FeatureExtractor:
-        """Return a feature extractor that uses the device and precision of this context.
+        """Return a feature extractor that uses the encoder, device and precision of this context.
 
-        If another probe of the command encodes the same images, they share their features.
+        On a CPU, it does not encode images again that another probe of the command has encoded.
+
+        Args:
+            layers: Block indices, 0-based.
+            facets: Facets (kinds of features) to extract, such as "token".
         """
         options: dict[str, Any] = {
             "layers": layers, "facets": facets, "device": self.device, "dtype": self.dtype
@@ -165,9 +172,9 @@ class ProbeContext:
         return FeatureExtractor(self.encoder, **options)
 
     def stages(self) -> list["ProbeContext"]:
-        """Split the context into one context per stage of the encoder.
+        """Return one context for each stage of the encoder that contains blocks to score.
 
-        The blocks of a stage have the same token grid and feature width.
+        The blocks of a stage have the same token grid and feature width. A ViT has only one stage.
         """
         return [
             replace(self, encoder=encoder, layers=layers)
@@ -186,11 +193,11 @@ class Score:
         value: The score, in percent if `unit` is "%".
         ci95: 95 % confidence interval (low, high). None if it cannot be computed.
         num_images: Number of scored images.
-        details: Further values for the record. If `value` is NaN, the entry "undefined" states the
-            reason, and tables print it.
-        per_image: Values of each image from which the percentage can be recomputed, such as whether
-            its box is correct. All blocks, facets and encoders must use the same order of images.
-            The values are not stored if `unit` is not "%".
+        details: Further values to store with the score. If `value` is NaN, the entry "undefined"
+            states the reason, and tables print it.
+        per_image: Values of each image from which `value` can be recomputed, such as whether its
+            box is correct. All blocks, facets and encoders must use the same order of images. They
+            are not stored if `unit` is not "%".
         unit: "%", or an empty string if the value is not a percentage.
         per_image_kind: How `value` is computed from `per_image`, such as "hits" or "mean_iou". You
             may omit it if `per_image` has one number for each image. Booleans and integers then
@@ -224,25 +231,26 @@ class Probe:
 
     Attributes:
         task: Name of the probe on the command line.
-        role: What the dataset must support, such as "segmentation". It is a key of
-            `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
+        role: What the probe needs from a dataset, such as "segmentation" for class masks. It is a
+            key of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
         protocol: Name of the preset, which sets the defaults of other fields.
         facet: Facets (kinds of features) to score: one name such as "token", or several. None if
             the probe has no facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
         image_size: Side in pixels of the square images that the encoder receives. None for the
             encoder's native size. A probe whose images are not such squares overrides `resize`.
-        keeps_images: Whether each score states the values of single images in `Score.per_image`.
-        shares_features: Whether the probe and other probes of its role resize and encode images in
-            the same way. If so, one command encodes each image only once.
+        keeps_images: Whether each score contains the values of single images, in
+            `Score.per_image`.
+        shares_features: Whether this probe resizes and encodes images in the same way as other
+            probes of its role. If so, one command encodes each image only once for all of them.
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores have
             no `per_image`.
         further_protocols: Secondary protocols (presets), which `--task all` runs in addition.
         takes_long: Whether `--task all` runs the probe after the others.
-        excluded_from_identity: Fields that do not affect results, or that a record stores in
-            another column. Subclasses replace this default, so exclude one more field with
-            `(*Probe.excluded_from_identity, "batch_size")`. If you add a field to a probe and do
-            not exclude it, finished results are computed again.
+        excluded_from_identity: Fields that are not part of the settings that identify a result.
+            They do not affect results, or a record stores them in another column. To exclude one
+            more field, write `(*Probe.excluded_from_identity, "batch_size")`. If you add a field to
+            a probe and do not exclude it, finished results are computed again.
         metric_version: Version of the metric's code, an integer literal in the class body. Increase
             it if a change of the code changes scores. Results of lower versions are then outdated.
     """
@@ -285,21 +293,24 @@ class Probe:
         Settings of the user take precedence over them.
 
         Args:
-            roles: What the dataset supports, such as ("segmentation", "images"). They are keys of
-                `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
+            roles: What the dataset can be used for, such as ("segmentation", "images"). They are
+                keys of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
         """
         del roles
         return {}
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        """Return every combination of layer, facet and metric that `run` scores.
+        """Return each combination (layer, facet, metric) for which `run` computes a score.
 
-        A facet is a kind of feature, such as keys.
+        A facet is a kind of feature, such as "key" or "token".
+
+        Args:
+            layers: Block indices to score, 0-based.
         """
         raise NotImplementedError
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score the layers that `context` selects, and yield each score when it is computed."""
+        """Score the blocks in `context.layers`, and yield each score as soon as it is computed."""
         raise NotImplementedError
 
     @property
@@ -309,14 +320,14 @@ class Probe:
 
     @property
     def facets(self) -> tuple[Facet, ...]:
-        """Return the names of the facets (kinds of features) to score, as stored in records."""
+        """Return the names of the facets (kinds of features) to score, as stored with results."""
         return self.facet_spec.names if self.facet_spec else ()
 
     @property
     def scored_facet(self) -> Facet:
-        """Return the only facet (kind of feature) that the probe scores.
+        """Return the facet (kind of feature) of a probe that scores exactly one facet.
 
-        Probes that score several facets must not use it.
+        Probes that score several facets must use `facets` instead.
         """
         return self.facets[0]
 
@@ -330,22 +341,25 @@ class Probe:
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
         """Return a copy of the probe whose default settings are adapted to the dataset.
 
+        By default, the probe is returned unchanged.
+
         Args:
             dataset: Dataset that the probe runs on.
-            typed: Names of the fields that the user set. Do not change these fields.
+            typed: Names of the fields that the user set. A subclass must not change these fields.
         """
         del dataset, typed
         return self
 
     @property
     def resize(self) -> Resize:
-        """Return how images are resized before the encoder receives them."""
+        """Return the rule by which images are resized before the encoder receives them."""
         return Resize(self.image_size)
 
     def with_native_size(self, native_size: tuple[int, int]) -> Any:
         """Return a copy of the probe whose settings suit the encoder's native image size.
 
-        By default, the probe is returned unchanged.
+        It is only called for encoders that accept several image sizes. By default, the probe is
+        returned unchanged.
 
         Args:
             native_size: Native height and width in pixels.
@@ -354,15 +368,19 @@ class Probe:
         return self
 
     def with_squares(self, side: int) -> Any:
-        """Return the probe with square images of `side` pixels, the encoder's only image size."""
+        """Return a copy of the probe that resizes images to squares of `side` pixels.
+
+        It is only called for encoders that accept a single image size. If `image_size` is None, the
+        probe is returned unchanged, because it already uses the encoder's native size.
+        """
         own: Any = self
         return self if self.image_size is None else replace(own, image_size=side)
 
     def serves(self, other: "Probe") -> bool:
-        """Return whether `run` can also compute encoder outputs that a later probe needs.
+        """Return whether this probe can also compute the encoder outputs that another probe needs.
 
-        If so, and if the same blocks are still missing for both probes, `ProbeContext.later`
-        contains `other`.
+        This saves forward passes. If it returns True and both probes must run on the same blocks,
+        `run` finds the other probe in `ProbeContext.later`.
 
         Args:
             other: A probe that the same command runs after this one.
@@ -371,7 +389,7 @@ class Probe:
         return False
 
     def split(self, dataset: Dataset) -> ImageSet:
-        """Return the images to score."""
+        """Return the images of a dataset that the probe scores."""
         return dataset.val()
 
     def training_images(self, dataset: Dataset) -> ImageSet | None:
@@ -387,9 +405,14 @@ class Probe:
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
-        """Return the figures that `run` draws, as a dictionary from path to layers in the figure.
+        """Return the path of each figure that `run` draws, with the layers that the figure shows.
 
-        The paths are relative to `ProbeContext.artifacts`.
+        The paths are relative to `ProbeContext.artifacts`, the folder for figures.
+
+        Args:
+            layers: Block indices to score, 0-based.
+            images: The scored images.
+            seed: Seed of the probe.
         """
         del layers, images, seed
         return {}
@@ -398,7 +421,8 @@ class Probe:
 def display_name(probe: Probe) -> str:
     """Return the name of a probe for messages, such as "tokencut" or "tokencut, adaptive".
 
-    The protocol, a preset of settings, is only added if it is in `Probe.further_protocols`.
+    The second word is the name of the protocol, a preset of settings. It is only added if the
+    protocol is in `Probe.further_protocols`.
     """
     is_secondary = probe.protocol in probe.further_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
@@ -411,9 +435,9 @@ class Evaluation:
     Attributes:
         probe: The probe, adapted to the encoder and the dataset by `PlannedProbe.fit_to`.
         allow_overlap: Whether scored images may also be training images.
-        changed: Settings that differ from the probe's protocol (a preset of settings), for the
-            records. None to derive them from `probe`.
-        encoder, dataset, layers, seed, device, dtype: See `ProbeContext`.
+        changed: Settings that differ from the probe's protocol, a preset of settings. They are
+            stored in the records. If None, they are derived from `probe`.
+        encoder, dataset, layers, seed, device, dtype: The same as in `ProbeContext`.
     """
 
     encoder: Encoder
@@ -443,12 +467,12 @@ class Evaluation:
             say: Function that prints a message for the user.
             overwrite: Compute finished results again.
             features: Cache of features. The run reads from the cache and adds new features to it.
-            share: Whether a later probe encodes the same images in the same way. If so, their
-                features are kept in the cache if there is enough memory.
+            share: Whether a later probe encodes the same images in the same way. If so, the
+                features of these images are kept in the cache, if there is enough memory.
             later: Probes that run next on the same dataset and can use encoder outputs of this run.
 
         Returns:
-            The records of all requested results, both stored and new.
+            One record (stored result) for each requested result, whether it is old or new.
         """
         probe, dataset = self.probe, CachedDataset(self.dataset)
         probe.require_fitting(self.encoder)
@@ -532,18 +556,18 @@ class Evaluation:
     def _select_shared(
         self, features: FeatureCache, images: ImageSet, num_images: int, *, share: bool
     ) -> SharedFeatures | None:
-        """Return the features that this probe shares with other probes of the command, or None.
+        """Return the image features that this probe shares with other probes of the command.
 
-        The result is None if the probe shares no features, if the images are corrupted, or if
-        neither an earlier nor a later probe uses the features.
+        The result is None if the probe shares no features, if the images are corrupted, or if no
+        earlier or later probe uses the features.
 
         Args:
-            features: Cache in which the shared features are stored.
+            features: Cache that contains the shared features. They are created if needed.
             images: The scored images.
             num_images: Number of images that the probe encodes, including training images.
             share: Whether a later probe encodes the same images in the same way.
         """
-        # Corrupted images differ for each corruption, so their features would only fill the memory.
+        # Each corruption gives other images, so their features would fill the memory.
         if not self.probe.shares_features or find_corruption(images) is not None:
             return None
         if share:
@@ -617,16 +641,21 @@ class Evaluation:
 
 
 def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score:
-    """Return a score without data that should not be stored.
+    """Return a copy of a score without the data that should not be stored.
 
-    A confidence interval is removed if it does not contain the score's value, and a message says
-    so. The values of single images are removed if the score is not a percentage.
+    A confidence interval that does not contain the value of the score is removed, and a message is
+    printed. The values of single images are removed if the score is not a percentage.
+
+    Args:
+        score: The score.
+        task: Name of the probe, for the message.
+        say: Function that prints a message.
     """
     if score.ci95 and not interval_contains(score.ci95, score.value):
         low, high = score.ci95
         say(
             f"{task}: block {score.layer}: {score.metric} of {score.facet} is {score.value:.6g}, "
-            f"outside its interval [{low:.6g}, {high:.6g}]; recorded without an interval"
+            f"outside its interval [{low:.6g}, {high:.6g}], so it is stored without an interval"
         )
         reason = "with so few images it would not contain the score"
         score = replace(score, ci95=None, details={**score.details, "no_interval": reason})
@@ -635,12 +664,13 @@ def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """The results and figures of a probe that are still missing.
+    """The missing results and the stored results of a probe.
 
     Attributes:
-        pending: Keys of the results that have no complete stored record.
-        layers: Layers with pending results or missing figures, in the requested order.
-        finished: Complete stored records by key.
+        pending: Keys that identify the missing results. A result with an incomplete record counts
+            as missing.
+        layers: Block indices with missing results or missing figures, in the requested order.
+        finished: Records of the stored results by key, without incomplete records.
     """
 
     pending: frozenset[ResultKey]
@@ -655,11 +685,18 @@ def find_pending(
     images: ImageSet,
     store: ResultStore,
 ) -> WorkPlan:
-    """Find the results that have no complete record, and the layers that must be run.
+    """Find the results of a probe that are missing in a results folder.
 
-    A record is incomplete if the probe stores values of single images, but the record has none. A
-    layer must be run if a result of it is missing or incomplete, or if a figure of it is missing.
-    If a figure shows several layers and one of them must be run, all of them are run.
+    A result counts as missing if its record lacks the per-image values that the probe stores. The
+    returned layers are those with a missing result or figure. If a figure shows several layers and
+    one of them is missing, all of them are returned, because the figure is drawn again.
+
+    Args:
+        probe: The probe, adapted to the encoder.
+        encoder: The encoder.
+        keys: Keys that identify all requested results.
+        images: The scored images.
+        store: Results folder.
     """
     finished = {}
     for key in keys:
@@ -688,7 +725,13 @@ def find_pending(
 def _list_figures(
     probe: Probe, keys: Sequence[ResultKey], images: ImageSet
 ) -> dict[str, tuple[int, ...]]:
-    """Return a dictionary from the path of each figure to the layers that the figure shows."""
+    """Return the path of each figure of a probe, with the layers that the figure shows.
+
+    Args:
+        probe: The probe.
+        keys: Keys that identify the requested results, and thus the layers.
+        images: The scored images.
+    """
     stages: dict[int | None, list[ResultKey]] = {}
     for key in keys:
         stages.setdefault(block_stride(key.architecture, key.layer), []).append(key)
@@ -723,7 +766,7 @@ def result_keys(
 ) -> list[ResultKey]:
     """Return the keys that identify the results of a probe, one for each layer, facet and metric.
 
-    A facet is a kind of feature, such as keys.
+    A facet is a kind of feature, such as "token".
 
     Args:
         probe: The probe.
@@ -759,8 +802,8 @@ def result_settings(
 ) -> dict[str, Any]:
     """Return the settings that affect all results of a probe, as JSON types.
 
-    They include the training images, corruption and unreadable images. Call this function only
-    once, because it reads all training images to compute a digest of them.
+    They include entries that identify the training images, the corruption and the unreadable
+    images. Call this function only once, because it reads all training images to compute a digest.
 
     Args:
         probe: The probe.
@@ -788,23 +831,22 @@ def describe_training_images(images: ImageSet) -> TrainingImages:
 
 
 def unreadable_ids(dataset: Dataset) -> dict[str, list[str]]:
-    """Return the ids of the unreadable images that were left out, by the name of their split."""
+    """Return the ids of the unreadable images that were left out, by split name such as "val"."""
     original = dataset.dataset if isinstance(dataset, CachedDataset) else dataset
     return original.unreadable_ids() if isinstance(original, ReadableDataset) else {}
 
 
 def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
-    """Return the probe with an image size that the encoder accepts.
+    """Return a copy of a probe with an image size that the encoder accepts.
 
     If the encoder accepts only one size, the probe uses this size. Otherwise, an `image_size` that
     the user set must be a multiple of the patch size. A default `image_size` is rounded to the
-    nearest multiple, unless `Resize.round_to_patch` is true, because `Resize` then rounds it.
+    nearest multiple. It is not rounded if the probe's rule `resize` rounds image sizes itself.
 
     Args:
         probe: The probe.
-        encoder: The encoder. If its blocks have different strides, the patch size is the largest
-            stride, even if that block is not scored. A result thus does not depend on the selection
-            of blocks.
+        encoder: The encoder. If its blocks have different strides, the largest stride of all blocks
+            counts as the patch size. A result thus does not depend on which blocks are scored.
         typed: Names of the fields that the user set.
 
     Raises:
@@ -842,7 +884,7 @@ def _set_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collec
         if name in typed and name != "max_side" and getattr(probe, name) not in (None, height):
             raise ConfigurationError(
                 f"{encoder.name} only accepts images of {height} x {width} pixels, got "
-                f"probe.{name}={getattr(probe, name)}; leave probe.{name} out"
+                f"probe.{name}={getattr(probe, name)}. Leave out probe.{name}"
             )
     # If the protocol's default is None, it means the encoder's only size. None is then stored even
     # if the user typed this size, so that both spellings give the same result.
@@ -852,11 +894,11 @@ def _set_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collec
 
 
 def position_details(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
-    """Return an entry for a record's details that describes how position embeddings were resized.
+    """Return an entry for `Record.details` that states how position embeddings are resized.
 
-    The result is empty if no embedding is resized, for example because all images have the
-    encoder's native size. Images that keep their aspect ratio rarely have this size, so their
-    embeddings always count as resized.
+    Its key is "positions". The result is empty if the encoder resizes no embeddings, for example
+    because all images have its native size. If images keep their aspect ratio, the embeddings
+    always count as resized, because such images rarely have the native size.
     """
     resize = probe.resize
     side = resize.square_side(encoder.native_size, encoder.stride(layer))

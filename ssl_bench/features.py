@@ -1,6 +1,6 @@
 """Extract features of the blocks of a frozen encoder.
 
-All probes use `FeatureExtractor`. This file also contains image transforms that several probes use.
+All probes use `FeatureExtractor`. This file also contains image transforms of several probes.
 """
 
 import difflib
@@ -79,10 +79,11 @@ class FeatureExtractor:
             right and at the bottom, as TokenCut does. If False, other image sizes raise an error.
 
     Attributes:
-        encoder, layers, facets, device, dtype, pad: The arguments, without duplicates.
-        patch_size: Largest patch stride of the layers, in pixels. Hierarchical encoders have
-            layers with different strides and token grids. `Encoder.stages` groups layers of the
-            same grid and width.
+        encoder, layers, facets, device, dtype, pad: The arguments. Duplicate layers and facets are
+            removed.
+        patch_size: Distance between neighbouring tokens in pixels (stride). If it differs between
+            the layers, as in hierarchical encoders, this is the largest one. `Encoder.stages`
+            groups layers with the same stride and width.
         dim: Feature width of the deepest layer.
         depth: Number of blocks of the encoder.
     """
@@ -119,10 +120,10 @@ class FeatureExtractor:
             self._widths |= self._measure_widths()
 
     def _measure_widths(self) -> dict[Facet, int]:
-        """Measure the number of channels of each facet (kind of feature) with two zero images.
+        """Encode two black images to measure the number of channels of each facet.
 
-        Only facets inside a block are measured, because the width of a block's output is already
-        known.
+        A facet is a kind of feature, such as "mlp_hidden". Only facets inside a block are measured,
+        because the width of a block's output is already known.
         """
         encoder = self.encoder
         patch = max((*encoder.strides, self.patch_size))
@@ -139,9 +140,9 @@ class FeatureExtractor:
         return widths
 
     def width(self, facet: Facet) -> int:
-        """Return the number of channels of a facet (kind of feature).
+        """Return the number of channels of a facet (kind of feature, such as "token").
 
-        If layers have different widths, the width of the deepest layer is returned.
+        If the layers have different widths, return the width of the deepest layer.
         """
         return self._widths[facet]
 
@@ -175,18 +176,22 @@ class FeatureExtractor:
     def extract_unchecked(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        """Extract features like `__call__`, but do not check that they are finite.
+        """Extract features without checking that they are finite. Return them with their sums.
 
-        To check them, copy the returned sums to the CPU and pass them to `require_finite`. If you
-        copy them together with other data, the CPU waits for the GPU only once. With float16, it
-        waits once more, to find images beyond the range of float16.
+        A sum is finite only if all features in it are finite. To check the features, copy the sums
+        to the CPU and pass them to `require_finite`. If you copy them together with other data, the
+        CPU waits for the GPU only once. With float16, it waits once more, because the extractor
+        checks whether the range of float16 is large enough.
 
         If memory runs out, the batch size is halved for this call and all later calls. If an image
         has features that are not finite in float16, they are computed again in float32.
 
+        Args:
+            images: RGB images with values in [0, 1].
+
         Returns:
-            The features, and their sums over all axes except the batch. The sums have one row for
-            each pair of layer and facet (kind of feature).
+            The features by layer and facet (kind of feature), and their sums. The sums have one row
+            for each pair of a layer and a facet, and one column for each image.
         """
         features, sums = self.extract_in_one_precision(images)
         # The range of bfloat16 equals that of float32. On a GPU, this waits for the forward pass.
@@ -202,8 +207,14 @@ class FeatureExtractor:
     ) -> None:
         """Replace features that are not finite by features that are computed in float32.
 
-        An image has such features if a value in its column of `sums` is not finite. Features of
-        other layers of this image are kept, so they do not depend on the requested layers.
+        `features` and `sums` are modified in place. If the sum of an image's features in a layer is
+        not finite, these features are replaced. Finite features of the same image are kept. They
+        therefore do not depend on which other layers are extracted.
+
+        Args:
+            images: RGB images with values in [0, 1].
+            features: Features in float16 precision, by layer and facet (kind of feature).
+            sums: Sums of the features, as `extract_unchecked` returns them.
         """
         chosen = (~sums.isfinite()).any(0).nonzero().flatten()
         exact, exact_sums = self.extract_in_one_precision(
@@ -230,11 +241,15 @@ class FeatureExtractor:
     def extract_in_one_precision(
         self, images: Float[Tensor, "batch 3 height width"], dtype: torch.dtype | None = None
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        """Extract features like `extract_unchecked`, but do not recompute features in float32.
+        """Extract features like `extract_unchecked`, but never compute them again in float32.
 
         Args:
             images: RGB images with values in [0, 1].
-            dtype: Precision of the forward pass. By default, it is that of the extractor.
+            dtype: Precision of the forward pass (default: the precision of the extractor).
+
+        Returns:
+            The features by layer and facet (kind of feature), and their sums, as
+            `extract_unchecked` returns them.
         """
         dtype = dtype or self.dtype
         while True:
@@ -307,9 +322,9 @@ class FeatureExtractor:
         """Raise a CheckpointError if any feature is not finite.
 
         Args:
-            sums: Sums of features that `extract_unchecked` returned, in host memory.
-            ids: Names of the images for the error message.
-            hint: Setting of another precision that may help, for the error message.
+            sums: Sums of features that `extract_unchecked` returned, as a tensor on the CPU.
+            ids: Names of the images, for the error message.
+            hint: Setting that the error message suggests, such as another precision.
         """
         invalid = (~sums.isfinite()).nonzero()
         if len(invalid):
@@ -325,7 +340,7 @@ class FeatureExtractor:
     def require_size(self, height: int, width: int) -> None:
         """Raise an error if the encoder does not accept images of this height and width in pixels.
 
-        If the extractor pads images, pass the padded size.
+        If the extractor pads images, pass the size after padding.
         """
         if not self.encoder.any_size and (height, width) != self.encoder.native_size:
             rows, cols = self.encoder.native_size
@@ -346,11 +361,11 @@ class FeatureExtractor:
     def _install_hooks(
         self, captured: Features, grids: dict[int, Grid], batch: int
     ) -> Generator[None]:
-        """Install hooks that store features in `captured`, and always remove them on exit.
+        """Install hooks that store features in `captured`, and remove the hooks on exit.
 
         Args:
-            captured: Features by layer and facet. The hooks fill it.
-            grids: Rows and columns of patches, by layer.
+            captured: Dictionary that the hooks fill with features by layer and facet.
+            grids: Numbers of rows and columns of patches, by layer.
             batch: Number of images.
         """
         blocks = self._module.get_submodule("blocks")
@@ -381,7 +396,7 @@ class FeatureExtractor:
             for handle in handles:
                 handle.remove()
 
-    # Torch calls a forward hook with the module, its inputs and its output.
+    # `arguments` are those that torch passes to a forward hook: module, inputs and output.
     def _capture_tokens(
         self, layer: int, destination: tuple[dict[Facet, Tensor], Grid], *arguments: Any
     ) -> None:
@@ -410,7 +425,7 @@ class FeatureExtractor:
         if output.shape[:2] != (batch, tokens):
             raise UnfitEncoder(
                 f"block {layer} of {self.encoder.name} computes queries, keys and values in "
-                "windows or before pooling, expected them for each token that the block returns",
+                "windows or before pooling, expected them for every token that the block returns",
                 hint=_TOKENS,
             )
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
@@ -470,7 +485,7 @@ class FeatureExtractor:
 
 
 def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:
-    """Raise an error if the encoder does not have these layers or facets (kinds of features)."""
+    """Raise an error if the encoder has no such layers or facets (kinds of features)."""
     outside = [layer for layer in layers if not 0 <= layer < encoder.depth]
     if outside or not layers:
         raise ConfigurationError(
@@ -509,7 +524,7 @@ def block_tokens(output: Any) -> Tensor:
 
 
 class _DeepestLayerDone(Exception):
-    """Raised to end the forward pass after the deepest requested layer."""
+    """Raised by a hook to end the forward pass after the deepest requested layer."""
 
 
 def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
@@ -524,9 +539,9 @@ class _Tap:
         layer: Index of the block.
         facet: Name of the facet.
         name: Name of the position in error messages, such as "blocks.3.mlp.fc1".
-        modules: One submodule of the block, or alternatives. The facet is captured at the one that
-            is called first.
-        side: "input" or "output": the value of the submodule that is captured.
+        modules: One submodule of the block, or several alternatives. The facet is captured at the
+            alternative that is called first.
+        side: Whether the input or the output of the submodule is captured.
     """
 
     layer: int
@@ -573,13 +588,17 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
 def _find_modules(
     parts: dict[str, nn.Module], facet: Facet
 ) -> tuple[tuple[nn.Module, ...], Literal["input", "output"]]:
-    """Return the submodules at which a facet is captured, and whether to capture input or output.
+    """Find the submodules of a block whose input or output is a facet, such as "mlp_hidden".
 
-    A facet is a kind of feature, such as keys.
+    A facet is a kind of feature.
 
     Args:
         parts: All submodules of the block by name.
-        facet: A facet in `INNER_FACETS`. If the block lacks it, no submodules are returned.
+        facet: A facet in `INNER_FACETS`.
+
+    Returns:
+        The submodules, and whether to capture their input or their output. There are no submodules
+        if the block does not have the facet. If there are several, the one called first is used.
     """
     if _SUBLAYER[facet] not in parts:
         return (), "output"
@@ -603,10 +622,16 @@ def _list_children(names: list[str], parent: str) -> str:
 def _find_layouts(
     shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: int
 ) -> list[Layout]:
-    """Return the layouts that fit the shape of a feature tensor, such as "channels_last".
+    """Return the layouts that the shape of a feature tensor allows, such as "channels_last".
 
-    A square patch grid may fit two layouts, for example if 8 x 8 patches have 8 channels. At most
-    one layout fits if the numbers of rows and columns differ.
+    The shape may allow two layouts, for example if 8 x 8 patches have 8 channels. It allows at most
+    one layout if the numbers of rows and columns of patches differ.
+
+    Args:
+        shape: Shape of the tensor.
+        batch: Number of images.
+        grid: Numbers of rows and columns of patches.
+        num_prefix_tokens: Number of tokens before the patch tokens, such as [CLS] and registers.
     """
     patches = grid[0] * grid[1]
     token_counts = (patches, num_prefix_tokens + patches)
@@ -624,11 +649,11 @@ class Resize:
 
     Attributes:
         side: Side of square images in pixels, or the longer side of images that keep their aspect
-            ratio. If it is None, squares have the encoder's native size, and other images keep
-            their size up to `max_side`.
+            ratio. If it is None, square images have the encoder's native size. Other images then
+            keep their size, unless their longer side exceeds `max_side`.
         keep_aspect_ratio: Whether images keep their aspect ratio, instead of becoming squares.
-        max_side: Limit for the longer side in pixels if `side` is None. Larger images are reduced
-            to it.
+        max_side: Maximum length of the longer side in pixels if `side` is None. Larger images are
+            reduced to this length.
         round_to_patch: Whether both sides are rounded to multiples of the patch size.
     """
 
@@ -638,17 +663,26 @@ class Resize:
     round_to_patch: bool = False
 
     def square_side(self, native_size: tuple[int, int], patch_size: int = 1) -> int:
-        """Return the side in pixels of the square images.
+        """Return the side in pixels of the square images that this rule produces.
 
-        If `side` is None, it is the smaller of the encoder's native height and width.
+        If the attribute `side` is None, it is the smaller of the encoder's native height and width.
+
+        Args:
+            native_size: Native height and width of the encoder in pixels.
+            patch_size: The side is rounded to a multiple of it if `round_to_patch` is true.
         """
         return self._round(self.side or min(native_size), patch_size)
 
     def output_size(self, height: int, width: int, patch_size: int = 1) -> tuple[int, int]:
-        """Return the height and width in pixels that an image is resized to.
+        """Return the height and width in pixels to which an image is resized.
 
-        If images become squares, `side` must not be None, because this method does not know the
-        encoder's native size.
+        If images become squares, the attribute `side` must not be None, because this method does
+        not know the encoder's native size.
+
+        Args:
+            height: Height of the image in pixels.
+            width: Width of the image in pixels.
+            patch_size: Both sides are rounded to multiples of it if `round_to_patch` is true.
         """
         longer = max(height, width)
         side = self.side or min(longer, self.max_side or longer)

@@ -47,14 +47,18 @@ class Estimate(Protocol):
         ...
 
     def difference_ci95(self, first: Any) -> Interval | None:
-        """Return the 95 % interval of this score minus the score `first` on the same images."""
+        """Return the 95 % confidence interval of the difference `self` minus `first`.
+
+        Both scores must be computed on the same images. The result is None if the interval cannot
+        be computed.
+        """
         ...
 
     def difference_p(self, first: Any) -> float:
-        """Return the two-sided p-value of the difference from the score `first`.
+        """Return the two-sided p-value of the difference `self` minus `first`.
 
-        The p-value is the smallest significance level at which the interval excludes 0. It is NaN
-        if the difference has no interval.
+        It is the smallest significance level at which the confidence interval of the difference
+        excludes 0. It is NaN if the difference has no interval.
         """
         ...
 
@@ -63,7 +67,7 @@ class Estimate(Protocol):
 class Share:
     """A metric that is the percentage of images with a correct result (hits).
 
-    Its confidence intervals are those of a proportion.
+    Its confidence intervals are computed as for a proportion.
     """
 
     hits: Bool[np.ndarray, " images"]
@@ -73,9 +77,9 @@ class Share:
         return 100.0 * float(self.hits.mean())
 
     def ci95(self) -> Interval:
-        """Return the exact 95 % confidence interval.
+        """Return the exact 95 % confidence interval, in percent.
 
-        It covers the true percentage in at least 95 % of all cases.
+        In at least 95 % of all samples of images, it contains the true percentage.
 
         Source: Clopper and Pearson, Biometrika 26, 1934.
         """
@@ -88,7 +92,9 @@ class Share:
         return 100.0 * float(low), 100.0 * float(high)
 
     def difference_ci95(self, first: "Share") -> Interval:
-        """Return the adjusted Wald interval of the difference between paired proportions.
+        """Return the adjusted Wald interval of the difference `self` minus `first`, in percent.
+
+        Both percentages must be computed on the same images, so the two proportions are paired.
 
         Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37, 2012.
         """
@@ -105,10 +111,10 @@ class Share:
         return 2 * float(ndtr(-abs(difference) / error))
 
     def _difference(self, first: "Share") -> tuple[float, float]:
-        """Return the difference between the two proportions, and its standard error.
+        """Return the difference of the proportions `self` minus `first`, and its standard error.
 
-        As the adjusted Wald interval requires, two artificial images are added to the sample. One
-        is a hit only for this score, the other only for `first`.
+        The adjusted Wald interval requires that two artificial images are added to the sample. One
+        is a hit only for `self`, and the other is a hit only for `first`.
         """
         total = len(self.hits) + 2
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
@@ -124,9 +130,10 @@ class _StudentT:
     """
 
     def difference_ci95(self: Any, first: Any) -> Interval | None:
-        """Return the 95 % interval of this score minus the score `first` on the same images.
+        """Return the 95 % confidence interval of the difference `self` minus `first`.
 
-        If both scores are biased in the same direction, most of the bias cancels.
+        Both scores must be computed on the same images. If both are biased in the same direction,
+        most of the bias cancels.
         """
         difference = self._subtract(first)
         return _clip_interval(
@@ -147,9 +154,11 @@ class _StudentT:
 class Jackknife(_StudentT):
     """Jackknife estimate of a score in percent.
 
-    For each image, `leave_one_out` is the score of all other images.
-
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11.
+
+    Attributes:
+        value: The score on all images.
+        leave_one_out: For each image, the score on all images except this one.
     """
 
     value: float
@@ -157,7 +166,7 @@ class Jackknife(_StudentT):
 
     @property
     def correction(self) -> float:
-        """Return the first-order bias correction. Add it to `value` to reduce the bias."""
+        """Return the jackknife's bias correction, which reduces the bias if added to `value`."""
         return (len(self.leave_one_out) - 1) * (self.value - float(self.leave_one_out.mean()))
 
     @property
@@ -194,12 +203,12 @@ class MeanIoU(Jackknife):
     over_true_classes: float
 
     def ci95(self) -> Interval | None:
-        """Return a 95 % interval that is widened by the bias correction.
+        """Return a 95 % confidence interval, widened by the bias correction.
 
-        The lower end is computed from `value`, and the upper end from `over_true_classes`. The
-        reason is that `value` counts an IoU of 0 for classes that are only predicted, but their
-        true IoU is unknown. The interval covers the mean IoU on infinitely many images and on other
-        image sets of the same size.
+        The lower end is computed from `value`, in which classes that are only predicted have an IoU
+        of 0. The upper end is computed from `over_true_classes`, without these classes. The reason
+        is that their IoU on more images is unknown. The interval covers the mean IoU on infinitely
+        many images, and also on other image sets of the same size.
         """
         low = self.value + min(self.correction, 0.0) - self.margin
         high = self.over_true_classes + max(self.correction, 0.0) + self.margin
@@ -240,7 +249,11 @@ class Bootstrap(_StudentT):
         return -float(stdtrit(others, _TAIL) * known.std() * np.sqrt(self.num_images / others))
 
     def ci95(self) -> Interval | None:
-        """Return a 95 % interval within 0 to 100 %. It is symmetric on the logit scale."""
+        """Return a 95 % confidence interval that is symmetric on the logit scale.
+
+        It therefore never leaves the range from 0 to 100 %. The result is None for a score of 0 or
+        100 %, or if the interval cannot be computed.
+        """
         from scipy.special import expit, logit
 
         share = self.value / 100
@@ -256,14 +269,16 @@ class Bootstrap(_StudentT):
 
 
 def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
-    """Return the bootstrap estimate of a score that is computed from counts summed over images.
+    """Return the bootstrap estimate of a score that is computed from counts, such as AP.
 
     Use it instead of `Jackknife` if the score is not a smooth function of the counts of each image.
 
     Args:
-        per_image: Counts of each image. The first axis is the images.
-        score: Function that computes the score from counts summed over images. If its argument has
-            an additional first axis of bootstrap samples, it returns one score for each sample.
+        per_image: Counts of each image, such as its numbers of correct boxes. The first axis is the
+            images.
+        score: Function that computes the score in percent from counts summed over images. If its
+            argument has an additional first axis of bootstrap samples, it must return one score for
+            each sample.
     """
     images, generator = len(per_image), np.random.default_rng(0)
     counts, sample_scores = per_image.reshape(images, -1).astype(np.float64), []
@@ -276,7 +291,7 @@ def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
 
 
 def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> MeanIoU:
-    """Return the jackknife estimate of mean IoU.
+    """Return the jackknife estimate of mean IoU, from which its confidence interval is computed.
 
     Args:
         per_image: Numbers of correct, predicted and ground-truth pixels of each class in each
@@ -294,7 +309,7 @@ def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> Mea
 
 
 def pixel_accuracy_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> Jackknife:
-    """Return the jackknife estimate of pixel accuracy.
+    """Return the jackknife estimate of pixel accuracy, from which its interval is computed.
 
     Args:
         per_image: Numbers of correct, predicted and ground-truth pixels of each class in each
@@ -313,9 +328,9 @@ def mean_estimate(values: Float[np.ndarray, " images"]) -> Jackknife:
 
 
 def few_images_warning(num_images: int) -> list[str]:
-    """Return a list with a warning if there are too few images for a reliable interval of mean IoU.
+    """Return a list with a warning if intervals of mean IoU are unreliable for so few images.
 
-    With enough images, the list is empty.
+    If there are enough images, the list is empty.
     """
     if num_images >= FEW_IMAGES:
         return []
@@ -326,8 +341,8 @@ def few_images_warning(num_images: int) -> list[str]:
 def interval_contains(ci95: Interval | None, value: float) -> bool:
     """Return whether a value lies in its confidence interval, up to rounding errors.
 
-    An interval of None contains every value. An end of NaN sets no limit. An interval whose low end
-    exceeds its high end contains no value.
+    If there is no interval (None), the result is True. An end that is NaN is not checked. The
+    result is False if the low end of the interval exceeds its high end.
     """
     if ci95 is None:
         return True
@@ -339,10 +354,11 @@ def interval_contains(ci95: Interval | None, value: float) -> bool:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return p-values corrected for multiple tests by Holm's method.
+    """Correct p-values for multiple tests by Holm's method, and return them in the same order.
 
-    The correction bounds the probability of at least one false positive. The tests need not be
-    independent. A p-value of NaN stays NaN and does not count as a test.
+    If all corrected p-values are compared with a significance level, this level bounds the
+    probability of any false positive. The tests need not be independent. A p-value of NaN stays NaN
+    and does not count as a test.
 
     Source: Holm, Scandinavian Journal of Statistics 6, 1979.
     """

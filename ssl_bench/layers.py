@@ -47,9 +47,9 @@ def parse_facets(
 ) -> FacetSpec:
     """Parse one or several names of facets (kinds of features).
 
-    "blocks.7.mlp.fc1" is the output of a submodule of block 7. "blocks.*.mlp.fc1" is the output of
-    that submodule in every block. If there are several submodules, all of them must name the same
-    block, or all must have *.
+    A name can also be a submodule, whose output is the feature. "blocks.7.mlp.fc1" is a submodule
+    of block 7, and "blocks.*.mlp.fc1" is this submodule in every block. Several submodules must all
+    state the same block, or all must have *.
 
     Args:
         facet: One or several names from the user.
@@ -83,9 +83,9 @@ def parse_facets(
 
 
 def submodule_name(facet: Facet) -> str | None:
-    """Return a submodule's name within its block, such as "mlp.fc1" for "blocks.*.mlp.fc1".
+    """Return the submodule in the name of a facet: "mlp.fc1" for "blocks.*.mlp.fc1".
 
-    Return None if the facet (kind of feature) is not the output of a submodule.
+    A facet is a kind of feature. For all other facets, such as "token", return None.
     """
     return facet.removeprefix(_EVERY_BLOCK) if facet.startswith(_EVERY_BLOCK) else None
 
@@ -93,18 +93,18 @@ def submodule_name(facet: Facet) -> str | None:
 def select_layers(
     spec: FacetSpec | None, layers: str | int | Sequence[int], depth: int
 ) -> tuple[int, ...]:
-    """Return the indices of the blocks to score.
+    """Return the 0-based indices of the blocks to score.
 
     If the name of a facet (kind of feature) contains a block index, as in "blocks.7.mlp.fc1", only
     this block is scored.
 
     Args:
         spec: Facets of the probe, or None for a probe without facets.
-        layers: Blocks that the user selected, in a format of `resolve_layers`.
+        layers: Blocks that the user selected, such as "all", "0,5,11" or -1.
         depth: Number of blocks of the encoder.
 
     Raises:
-        ConfigurationError: `layers` selects other blocks than the facet's name.
+        ConfigurationError: The facet's name and `layers` select different blocks.
     """
     requested = resolve_layers(layers, depth)
     block = spec.block if spec else None
@@ -147,9 +147,9 @@ def parse_layer_numbers(layers: str | int | Sequence[int], depth: int = 0) -> li
     """Return the numbers in a selection of layers, without checking that these layers exist.
 
     Args:
-        layers: A selection other than "all", in a format of `resolve_layers`.
+        layers: A selection such as "0,5,11", "0-3", 11 or [0, 11], but not "all".
         depth: Number of blocks of the encoder. It is only used for ranges with one negative end,
-            such as 4..-1.
+            such as 4..-1, which is a range from block 4 to the last block.
     """
     if isinstance(layers, int):
         return [layers]

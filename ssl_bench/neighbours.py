@@ -1,6 +1,6 @@
 """Find exact nearest neighbours of unit vectors, and classify images by a weighted k-NN vote.
 
-The search uses faiss or a matrix product. Both give the same neighbours.
+The search uses faiss or a matrix product. Both find the same neighbours.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from ssl_bench.system.device import power_of_two, to_float64
 
 # Number of similarities in memory at a time. They take 0.25 GiB.
 _MAX_SIMILARITIES = 2**26
-# Smallest number of queries in a call of faiss, and in a matrix product that ranks candidates.
+# Minimum number of queries in one call of faiss, and in one matrix product that ranks candidates.
 _FAISS_QUERIES, _RERANK_QUERIES = 4096, 8
 # Number of queries whose votes are in memory at a time.
 _VOTE_QUERIES = 4096
@@ -62,12 +62,12 @@ def knn_ranks(
 ) -> Int64[Tensor, "numbers queries"]:
     """Return the rank of each query's true class in the k-NN vote, for each k in `neighbours`.
 
-    Each of the k training images that are nearest to the query votes for its own class. Its vote
-    has the weight exp(s / temperature), where s is its cosine similarity to the query. The class
-    with most votes has rank 0. A true class without votes has the rank `num_classes`, so it never
+    The k training images nearest to the query vote for their own classes. Each vote has the weight
+    exp(s / temperature), where s is the cosine similarity to the query. The class with the largest
+    sum of votes has rank 0. A true class without votes has the rank `num_classes`, so it never
     counts as correct, even in the top 5.
 
-    Equally near images are ordered by index, and so are classes with equal votes.
+    Equally near images are ordered by index, and classes with equal votes as well.
 
     Args:
         queries: Features and true classes of the images to classify.
@@ -75,7 +75,7 @@ def knn_ranks(
         num_classes: Number of classes.
         neighbours: Numbers of neighbours k, at most the number of training images.
         temperature: A smaller value gives the nearest images more weight.
-        engine: Search engine, which does not change the ranks.
+        engine: Library of the neighbour search. It does not change the ranks.
 
     Returns:
         The ranks, with one row for each k and one column for each query.
@@ -100,19 +100,22 @@ def knn_ranks(
 
 
 def unit_vectors(vectors: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some dim"]:
-    """Return L2-normalised vectors. Zero vectors stay zero.
+    """Return vectors divided by their L2 norms. Zero vectors stay zero.
 
     Each vector is first divided by a power of two near its largest entry, which causes no rounding
-    error. Without this division, the squares of entries below 2^-63 or above 2^63 would leave the
-    range of float32. `F.normalize` would also divide very short vectors by 1e-12 instead of their
-    length.
+    error. Without this step, the squares of entries below 2^-63 or above 2^63 would leave the range
+    of float32. Also, `F.normalize` would divide very short vectors by 1e-12 instead of their norm.
     """
     largest = vectors.abs().amax(-1, keepdim=True)
     return F.normalize(vectors / power_of_two(largest), dim=-1)
 
 
 def zero_vectors_warning(unit: Float[Tensor, "vectors dim"]) -> list[str]:
-    """Return a list with a warning if any vector is zero, or an empty list otherwise."""
+    """Return a list with a warning if some vectors are zero, or else an empty list.
+
+    Args:
+        unit: Vectors that `unit_vectors` has normalised.
+    """
     zeros = int((unit == 0).all(1).sum())
     if not zeros:
         return []
@@ -156,10 +159,10 @@ def nearest_vectors(
 
     Args:
         queries: Unit vectors in float32.
-        memory: Unit vectors in float32 that are searched, at least `count`.
+        memory: Unit vectors in float32 to search. There must be at least `count` of them.
         count: Number of neighbours of each query.
-        engine: "faiss", "torch" for a matrix product, or "auto" for the engine that is faster at
-            these sizes according to measurements.
+        engine: "faiss", "torch" for a matrix product, or "auto" for the engine that was faster in
+            measurements with such numbers of vectors.
 
     Raises:
         MachineError: The vectors are on a GPU, the engine is "faiss", and faiss has no GPU kernels.
@@ -182,7 +185,13 @@ def faiss_nearest(
 ) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
     """Find the nearest vectors with faiss. Return similarities and indices, nearest first.
 
-    The order of equally near vectors is arbitrary. The data of contiguous tensors is not copied.
+    The similarity is the inner product. Equally near vectors have an arbitrary order. Contiguous
+    tensors are not copied.
+
+    Args:
+        queries: Vectors in float32 whose neighbours are searched.
+        memory: Vectors in float32 to search.
+        count: Number of neighbours of each query.
 
     Raises:
         MachineError: The vectors are on a GPU and faiss has no GPU kernels.
@@ -201,9 +210,14 @@ def faiss_nearest(
 def prefers_faiss(
     queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], engine: Engine
 ) -> bool:
-    """Return whether the engine setting selects faiss for these vectors.
+    """Return whether the setting `engine` selects faiss for these vectors.
 
-    The setting "auto" selects it on a CPU if there are enough queries.
+    The setting "auto" selects faiss on a CPU if there are enough queries.
+
+    Args:
+        queries: Vectors whose neighbours are searched.
+        memory: Vectors to search.
+        engine: Setting of the user: "auto", "faiss" or "torch".
     """
     is_faster = memory.device.type == "cpu" and queries.numel() >= _FAISS_MIN_ENTRIES
     return engine == "faiss" or (engine == "auto" and is_faster)
@@ -229,10 +243,16 @@ def nearest(
 
 
 def _should_use_faiss(queries: Tensor, memory: Tensor, count: int, engine: Engine) -> bool:
-    """Return whether to use faiss for this search.
+    """Return whether to search with faiss instead of a matrix product.
 
-    faiss is not used if it cannot run or could change the output. With the engine "auto", it must
-    also save time.
+    faiss is not used if it cannot run, or if its neighbours could differ from those of a matrix
+    product. With the engine "auto", it is only used if it is also faster.
+
+    Args:
+        queries: Vectors whose neighbours are searched.
+        memory: Vectors to search.
+        count: Number of neighbours of each query.
+        engine: Setting of the user: "auto", "faiss" or "torch".
     """
     on_gpu, candidates = memory.device.type != "cpu", count + _EXTRA_CANDIDATES
     if candidates >= len(memory) or (on_gpu and candidates > _FAISS_MAX_ON_GPU):
@@ -267,11 +287,14 @@ def _rerank(
     If a neighbour may be missing from the candidates, all vectors are searched instead.
 
     Args:
-        queries: Unit vectors.
-        farthest: Similarity of each query's last candidate, as faiss computed it.
+        queries: Unit vectors whose neighbours are searched.
+        farthest: Similarity of each query to its least similar candidate, as faiss computed it.
         candidates: Indices of each query's candidates in `memory`.
-        memory: Unit vectors that are searched.
+        memory: Unit vectors to search.
         count: Number of neighbours of each query.
+
+    Returns:
+        Cosine similarities and indices in `memory`, nearest first.
     """
     columns = candidates.unique()
     values, index = nearest(queries @ memory[columns].T, count)
@@ -301,7 +324,10 @@ def _faiss_nearest_on_gpu(
 
 @cache
 def _gpu_resources() -> Any:
-    """Return faiss's working memory on the GPU. It exceeds 1 GiB, so it is allocated only once."""
+    """Return the object that owns faiss's working memory on the GPU.
+
+    The memory exceeds 1 GiB, so the object is created only once.
+    """
     return importlib.import_module("faiss").StandardGpuResources()
 
 
@@ -311,7 +337,11 @@ def class_rank(
     """Return the rank of the true class by score. The class with the highest score has rank 0.
 
     If scores are equal, the class with the lower index ranks first. If any score of a query is not
-    finite, its rank is the number of classes.
+    finite, the rank is the number of classes, so the query never counts as correct.
+
+    Args:
+        scores: Score of each class for each query, for one or several classifiers (heads).
+        targets: True class of each query.
     """
     num_classes = scores.shape[-1]
     own = scores.gather(-1, targets.expand(scores.shape[:-1])[..., None])

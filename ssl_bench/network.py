@@ -18,16 +18,16 @@ from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.files import open_regular, wait_for_lock
 from ssl_bench.system.output import bar_class
 
-# Time limit for the first answer of a server. It is long enough for a slow connection, and without
-# internet access, commands still fail within 5 s.
+# Time limit in seconds for the first answer of a server. It is long enough for a slow connection.
+# Without internet access, commands still fail within 5 s.
 REACH_SECONDS = 3.0
-# Time limit for each further answer, while a file is downloaded.
+# Time limit in seconds for each further part of a response, while a file is downloaded.
 STALL_SECONDS = 60.0
 _CHUNK_BYTES = 2**18
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Environment variables of huggingface_hub that forbid internet access.
 
-ssl-bench applies them to every host."""
+ssl-bench then requests nothing from any host."""
 
 
 class DownloadError(MachineError):
@@ -38,7 +38,11 @@ class DownloadError(MachineError):
 class PublishedFile:
     """Address, digest and size of a file that can be downloaded from a public server.
 
-    The digest (hexadecimal) and the size (in bytes) are None if they are not published.
+    Attributes:
+        url: Address of the file.
+        digest: Published checksum in hexadecimal digits, or None if none is published.
+        algorithm: Algorithm of the checksum.
+        size: Published size in bytes, or None if it is not published.
     """
 
     url: str
@@ -57,16 +61,16 @@ Check = Callable[[Path], object]
 def download(published: PublishedFile, path: Path, check: Check | None = None) -> Path:
     """Download a published file unless it already exists, and return its path.
 
-    The bytes are written to `path` + ".part". After this file has been verified, it is renamed to
-    `path`. A file that already exists is verified, too. An interrupted download is continued if a
+    The bytes are written to `path` + ".part". This file is verified and then renamed to `path`. A
+    file that already exists at `path` is also verified. An interrupted download is continued if a
     digest is published, and otherwise starts again. If several processes download the same file,
     one downloads it and the others wait.
 
     Args:
         published: Address of the file, and its digest if one is published.
         path: Path to write the file to.
-        check: Function that raises DataError for a wrong file. It is called if no digest is
-            published.
+        check: Function that verifies a file if no digest is published. It raises DataError if the
+            content is wrong.
 
     Raises:
         DownloadError: The server is unreachable, the transfer was interrupted, or the received file
@@ -107,13 +111,13 @@ def download(published: PublishedFile, path: Path, check: Check | None = None) -
 
 
 def offline_variable() -> str | None:
-    """Return the environment variable that forbids internet access, or None if none is set."""
+    """Return the name of an environment variable that forbids internet access, or None."""
     enabled = ("1", "on", "yes", "true")
     return next((v for v in OFFLINE_VARIABLES if os.environ.get(v, "").lower() in enabled), None)
 
 
 def partial_path(path: Path) -> Path:
-    """Return the path at which a file is stored while its download is incomplete."""
+    """Return the path of an incomplete download, which is `path` with the suffix ".part" added."""
     return path.with_name(f"{path.name}.part")
 
 
@@ -152,9 +156,15 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 
 
 def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> str | None:
-    """Return text that says why a file is not the published file, such as a wrong digest.
+    """Return a text that says why a file is not the published file, or None if it is.
 
-    Return None if no problem was found.
+    The text continues a sentence about the file, such as "cannot be read (Permission denied)".
+
+    Args:
+        published: The published file, perhaps with its digest.
+        file: The local file to verify.
+        check: Function that raises DataError for a wrong file. It is only called if no digest is
+            published.
     """
     try:
         if published.digest is not None:
@@ -172,10 +182,15 @@ def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> 
 
 
 def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
-    """Append the bytes that an incomplete download lacks.
+    """Download the bytes that an incomplete file lacks, and append them to the file.
 
-    The download starts again with an empty file if the file is too long or if the server ignores
-    the requested range. It also starts again if no digest is published to verify the joined parts.
+    The file is emptied and downloaded from the start if it is longer than the published file, or if
+    the server cannot send a part of the file. The same happens if no digest is published, because
+    the joined parts could not be verified.
+
+    Raises:
+        DownloadError: The server is unreachable or sends something else, or the download stops too
+            early. The received bytes are kept, unless the server rejects the requested range.
     """
     start = file.seek(0, os.SEEK_END)
     if start and start == published.size:
@@ -188,12 +203,14 @@ def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             file.truncate(0)
-        raise DownloadError(f"{published.url} answers {error.code} {error.reason}") from error
+        raise DownloadError(
+            f"{published.url} returned the error {error.code} {error.reason}"
+        ) from error
     with response:
         # Check this first, so that a login page does not overwrite a partial download.
         if response.headers.get_content_type() == "text/html":
             raise DownloadError(
-                f"{published.url} answers with a web page instead of the file, perhaps a login page"
+                f"{published.url} returned a web page instead of the file, perhaps a login page"
             )
         if start and response.status != http.HTTPStatus.PARTIAL_CONTENT:
             start = file.truncate(0)
@@ -203,7 +220,7 @@ def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
         if size is None:
             raise DownloadError(
                 f"the server does not state the size of {published.url}, so an incomplete download "
-                "could not be noticed"
+                "could not be detected"
             )
         name, position = published.url.rpartition("/")[2], start
         with bar_class()(
@@ -221,7 +238,7 @@ def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
 
 
 def _read_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield the received chunks of bytes until the response ends or the connection breaks."""
+    """Yield the received bytes in chunks until the response ends or the connection breaks."""
     with suppress(OSError, ValueError, http.client.HTTPException):
         while chunk := response.read1(_CHUNK_BYTES):
             yield chunk

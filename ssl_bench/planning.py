@@ -1,4 +1,4 @@
-"""Turn a request into pairs of a probe and a dataset, and evaluate an encoder on each pair."""
+"""Combine the requested tasks with datasets, and evaluate an encoder on each combination."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -66,11 +66,12 @@ class PlannedProbe:
     Attributes:
         probe: The probe, not yet adapted to an encoder.
         dataset: The dataset, whose files have not been read yet.
-        choice: Names of the config files in `configs/probe` and `configs/dataset`.
+        choice: Name of the task, such as "knn", and name of the dataset, such as "voc2012".
         overrides: KEY=VALUE settings that apply to this probe and this dataset.
         root: Folder of the dataset.
         allow_overlap: Whether scored images may also be training images.
-        seed, dtype: See `ProbeContext`.
+        seed: Seed of all random number generators.
+        dtype: Precision of the encoder's forward pass, such as "float32".
     """
 
     probe: Probe
@@ -89,7 +90,7 @@ class PlannedProbe:
         return frozenset(name.removeprefix("probe.") for name in names if name.startswith("probe."))
 
     def require_images(self) -> None:
-        """Check the images of this probe by opening the splits that it uses.
+        """Open the dataset splits that this probe uses, to report errors before the evaluation.
 
         Raises:
             DataError: A split is incomplete, or scored images are also training images although
@@ -100,9 +101,10 @@ class PlannedProbe:
             count_shared_files(training, scored, allowed=self.allow_overlap)
 
     def fit_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
-        """Return the probe, adapted to the encoder and the dataset.
+        """Return a copy of the probe that is adapted to the encoder and the dataset.
 
-        Facets (kinds of features) and image sizes may change, except in fields that the user set.
+        For example, its image size becomes a multiple of the patch size, and facets (kinds of
+        features) that the encoder lacks are replaced. Fields that the user set are not changed.
 
         Raises:
             ConfigurationError: The encoder does not accept an image size that the user set.
@@ -119,14 +121,14 @@ class PlannedProbe:
     def find_served_probes(
         self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
     ) -> list[Probe]:
-        """Return those later probes that can reuse encoder outputs of this probe's run.
+        """Return the later probes that can reuse encoder outputs of this probe.
 
-        `Probe.serves` decides which probes can. They must also have the same dataset, precision and
-        seed.
+        They have the same dataset, precision and seed as this probe, and `Probe.serves` is True for
+        them.
 
         Args:
             later: Planned probes that run after this one.
-            encoder: The encoder, to which the returned probes are adapted.
+            encoder: The encoder. The returned probes are adapted to it.
         """
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
         for other in later:
@@ -138,18 +140,21 @@ class PlannedProbe:
         return probes
 
     def shares_features_with(self, other: "PlannedProbe") -> bool:
-        """Return whether both probes encode the same images, so that they can share features."""
+        """Return whether both probes encode the same images in the same way.
+
+        If so, the second probe can reuse the features that the first probe computes.
+        """
         one, another = (
             (x.probe.shares_features, x.probe.role, x.dataset, x.dtype) for x in (self, other)
         )
         return self.probe.shares_features and one == another
 
     def plan_secondary_protocols(self) -> list["PlannedProbe"]:
-        """Return one copy of this planned probe for each of the probe's secondary protocols.
+        """Return a copy of this planned probe for each secondary protocol of the probe.
 
-        A protocol is a preset of the probe's settings, and the secondary protocols are used in
-        addition to the default one. A protocol is left out if it sets a field that the user or the
-        dataset has already set.
+        A protocol is a preset of the probe's settings. `--task all` runs the secondary protocols in
+        addition to the default protocol. A secondary protocol is left out if it sets a field that
+        the user or the dataset has already set.
         """
         plan: list[PlannedProbe] = []
         for name in self.probe.further_protocols:
@@ -166,7 +171,7 @@ def plan_probes(
     overrides: Sequence[str] = (),
     roots: Mapping[str, str] | None = None,
 ) -> list[PlannedProbe]:
-    """Pair each task with each dataset. This is a short form of `plan_request` for scripts.
+    """Build the probe of each task for each dataset. This is a short form of `plan_request`.
 
     Args:
         tasks: Names of probes, such as "tokencut".
@@ -178,19 +183,20 @@ def plan_probes(
 
 
 def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
-    """Pair tasks with datasets that support them, and build the probe and the dataset of each pair.
+    """Combine tasks with the datasets that support them, and build both for each combination.
 
-    No image is read. An override with a `probe.` or `dataset.` key applies to the tasks or datasets
-    that have this key. If `corrupt=` lists several corruptions, every pair is planned once for each
-    corruption.
+    No image is read. A setting such as `probe.tau=0.3` applies to all tasks that have this key. If
+    `corrupt=` lists several corruptions, each combination is planned once for each corruption.
 
     Returns:
         The planned probes, ordered by dataset. For each dataset, slow probes come last. Probes of
         the same role, such as "segmentation", follow each other, because they can share features.
 
     Raises:
-        ConfigurationError: A key does not exist, a value is invalid, or no dataset supports a task.
-        DataError: No dataset supports any task. For example, tokencut needs boxes.
+        ConfigurationError: A key does not exist, a value is invalid, or a task is supported by none
+            of the datasets although other tasks are.
+        DataError: None of the datasets supports any of the tasks. For example, tokencut needs
+            boxes.
     """
     corruptions, overrides = parse_corruptions(request.overrides)
     pairs = [(task, dataset) for dataset in request.datasets for task in request.tasks]
@@ -220,16 +226,26 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
 
 
 def require_images(plan: Sequence[PlannedProbe]) -> None:
-    """Check the images of all planned probes with `PlannedProbe.require_images`.
+    """Open all dataset splits that planned probes use, to report errors before the evaluation.
 
     Each split is opened only once, even if several probes use it.
+
+    Args:
+        plan: Planned probes, as `plan_request` returns them.
+
+    Raises:
+        DataError: A split is incomplete, or scored images are also training images although this
+            is not allowed.
     """
     for planned in open_datasets_once(plan):
         planned.require_images()
 
 
 def open_datasets_once(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
-    """Return the planned probes with cached datasets, so that each split is opened only once."""
+    """Return copies of planned probes that share datasets with cached splits.
+
+    Each split is then opened only once, even if several probes use it.
+    """
     cached = {id(planned.dataset): CachedDataset(planned.dataset) for planned in plan}
     return [replace(planned, dataset=cached[id(planned.dataset)]) for planned in plan]
 
@@ -247,22 +263,23 @@ def evaluate(
     features: FeatureCache | None = None,
     later: Sequence[PlannedProbe] = (),
 ) -> list[Record]:
-    """Evaluate an encoder with all planned probes, and return the records of the results.
+    """Evaluate an encoder with all planned probes, and return one record for each result.
 
-    Results that are already in the store are not computed again.
+    Results that are already in the results folder `store` are not computed again.
 
     Args:
         plan: Planned probes, as `plan_request` returns them.
         encoder: The encoder, with its weights loaded.
         store: Results folder with finished results, to which new results are added.
-        layers: Block indices, in a format of `ssl_bench.layers.resolve_layers`.
+        layers: Block indices, 0-based, such as "all", "0,5,11" or -1.
         device: Device of the computation.
         overwrite: Compute finished results again.
-        skip_unfit: Leave out probes that do not fit the encoder or the data, and print a message.
+        skip_unfit: Leave out probes that cannot score this encoder or dataset, or whose code cannot
+            be imported. A message is printed for each of them.
         allow_none: Return an empty list if all probes are left out, instead of raising an error.
         features: Cache of features that earlier calls computed.
-        later: Planned probes of later calls with the same encoder and blocks. This call already
-            computes the encoder outputs that they need, if it can.
+        later: Planned probes of later calls with the same encoder and blocks. Probes of this call
+            also compute the encoder outputs that they need, where `Probe.serves` allows it.
     """
     records, left_out = list[Record](), list[str]()
     features = FeatureCache() if features is None else features
@@ -314,7 +331,11 @@ def evaluate(
 def _assign_overrides(
     overrides: Sequence[str], pairs: Sequence[_Pair]
 ) -> tuple[dict[_Pair, list[str]], dict[str, set[str]]]:
-    """Decide which overrides apply to which pairs of a task and a dataset.
+    """Decide which overrides (KEY=VALUE settings) apply to which pairs of a task and a dataset.
+
+    Args:
+        overrides: KEY=VALUE settings of the user.
+        pairs: Names of tasks and datasets.
 
     Returns:
         The overrides that apply to each pair, and the names of the tasks that ignore each override.
@@ -329,8 +350,8 @@ def _assign_overrides(
     for override in overrides:
         matches = [pair for pair in pairs if _override_applies(pair[0], configs[pair], override)]
         if override == f"{_PICTURES}=0":
-            # Some probes score the figures that they draw, so they must draw at least one. They
-            # ignore 0 if other tasks accept it. Otherwise they raise an error.
+            # Some probes score the figures that they draw, so 0 is not valid for them. They ignore
+            # it if other tasks accept it. If no task accepts it, they raise an error.
             valid = [pair for pair in matches if _is_valid(pair, override)]
             invalid_tasks = {task for task, _ in matches} - {task for task, _ in valid}
             if invalid_tasks != tasks:
@@ -345,11 +366,15 @@ def _assign_overrides(
 
 
 def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose the default config of a pair, and apply the overrides that select a file or protocol.
+    """Compose the configuration of a task and a dataset, with only some overrides applied.
 
-    A pair is the names of a task and a dataset. An example of such an override is
-    `probe.training=lbfgs`. The selected config files and protocols (presets of the probe's
-    settings) determine which other keys exist. All other overrides are not applied.
+    An override is applied if it selects a config file, such as `probe.training=lbfgs`, or a
+    protocol, which is a preset of settings. The selected files determine which other keys exist.
+    Overrides that set ordinary values, such as `probe.tau=0.3`, are not applied.
+
+    Args:
+        pair: Names of the task and the dataset.
+        overrides: KEY=VALUE settings of the user.
     """
     config = probing_config(*pair, ())
     chosen = [
@@ -362,10 +387,15 @@ def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, An
 
 
 def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[str]:
-    """Return the names that an override can select, such as the protocols for `probe.protocol=`.
+    """Return the names that are valid after the key of an override such as `probe.protocol=dino`.
 
-    The key of such an override selects a config file or a protocol, which is a preset of a probe's
-    settings. If the key sets an ordinary value instead, return an empty list.
+    Such a key selects a config file, or a protocol, which is a preset of a probe's settings. If the
+    key sets an ordinary value, as in `probe.tau=0.3`, the list is empty.
+
+    Args:
+        override: A KEY=VALUE setting.
+        task: Name of the task.
+        config: Configuration of the task.
     """
     key = override.partition("=")[0]
     if key == _PROTOCOL:
@@ -375,9 +405,14 @@ def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[
 
 
 def _override_applies(task: str, config: dict[str, Any], override: str) -> bool:
-    """Return whether an override applies to a task.
+    """Return whether an override (a KEY=VALUE setting) applies to a task.
 
     Keys that do not begin with `probe.` or `dataset.`, such as `seed`, apply to every task.
+
+    Args:
+        task: Name of the task.
+        config: Configuration of the task, which contains all of its keys.
+        override: The setting.
     """
     key, _, value = override.partition("=")
     if names := _selectable_names(override, task, config):
@@ -405,7 +440,7 @@ def _unknown_override_error(
     if names:
         message = f"unknown {key.removeprefix('probe.')} {format_value(value)}"
         return unknown_name_error(message, value, names, hint=(f"{escape_braces(key)}={{near}}",))
-    # Some keys exist only for one choice: probe.training.c_values needs probe.training=lbfgs.
+    # Some keys exist only for one choice. `probe.training.c_values` needs `probe.training=lbfgs`.
     parent = key.rpartition(".")[0]
     with_key = dict.fromkeys(
         f"{parent}={name}"
@@ -450,15 +485,16 @@ def _build_pair(
 ) -> PlannedProbe:
     """Build a dataset, and a probe with settings that suit the dataset.
 
-    The caches `datasets`, `views` and `checked_images` are shared by all pairs of a request.
+    All calls for one request share the caches `datasets`, `views` and `checked_images`. New entries
+    are added to them.
 
     Args:
         pair: Names of the task and the dataset.
-        overrides: KEY=VALUE settings that apply to the pair.
+        overrides: KEY=VALUE settings that apply to this task and dataset.
         request: The user's request.
-        datasets: Cache of datasets by their configuration.
-        views: Cache of datasets with selected or corrupted images, by their configuration.
-        checked_images: Cache of images that were found readable or unreadable.
+        datasets: Cache of complete datasets, by their configuration.
+        views: Cache of datasets with a selection or a corruption of images, by their configuration.
+        checked_images: Cache that states which images can be read.
     """
     root = request.data_roots.get(pair[1])
     config = probing_config(*pair, overrides, root)
@@ -471,7 +507,8 @@ def _build_pair(
     if key not in datasets:
         built = build(config, "dataset")
         built = built.with_sets(request.sets) if request.sets else built
-        # If the roles depend on the content, this line opens the dataset and raises its errors.
+        # What a dataset supports may depend on its files. This line then reads them, so that
+        # errors are raised here.
         _ = built.supports
         datasets[key] = ListedDataset(built)
     full = datasets[key]
@@ -502,7 +539,12 @@ def _build_pair(
 def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> list[PlannedProbe]:
     """Return the planned probes whose dataset has the annotations that the probe needs.
 
-    A task that no dataset supports is an error, unless the user requested all tasks.
+    If none of the requested datasets supports a task, an error is raised. If the user requested all
+    tasks, such a task is left out with a message, provided that another task is supported.
+
+    Raises:
+        ConfigurationError: Some tasks are not supported, but others are.
+        DataError: No task is supported.
     """
     supported = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
     tasks = {planned.choice[0] for planned in supported}
@@ -523,7 +565,7 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
 
 
 def _describe_missing(plan: Sequence[PlannedProbe]) -> str:
-    """Describe the annotations that datasets lack, such as "folder has no boxes for discovery"."""
+    """Return a text about missing annotations, such as "folder has no boxes for tokencut"."""
     tasks = defaultdict[tuple[str, str], set[str]](set)
     for planned in plan:
         tasks[planned.dataset.name, ROLE_ANNOTATIONS[planned.probe.role]].add(planned.probe.task)
@@ -534,7 +576,13 @@ def _describe_missing(plan: Sequence[PlannedProbe]) -> str:
 
 
 def _log_adaptations(planned: PlannedProbe, adapted: Any, encoder: Encoder) -> None:
-    """Print the fields of a probe that were changed to fit the encoder or the dataset."""
+    """Print the fields of a probe that were changed to fit the encoder or the dataset.
+
+    Args:
+        planned: The probe before these changes, with its dataset.
+        adapted: The probe after these changes.
+        encoder: The encoder.
+    """
     changes = []
     for name in (item.name for item in fields(adapted)):
         old, new = getattr(planned.probe, name), getattr(adapted, name)

@@ -12,7 +12,7 @@ from ssl_bench.errors import BrokenFile, ConfigurationError, escape_braces
 from ssl_bench.system.output import say
 
 BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
-"""Config keys that `--batch-size` sets. A key is set only for tasks that have this key."""
+"""Config keys that `--batch-size` sets, for the tasks that have these keys."""
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,24 @@ class ProbeRequest:
 
     Attributes:
         tasks: Names of probes, such as "tokencut".
-        datasets: Names of datasets, such as "voc2012", or NAME:FOLDER.
-        overrides: KEY=VALUE settings. A setting applies to the tasks and datasets that have its
+        datasets: Datasets, each as a name such as "voc2012" or as NAME:FOLDER.
+        overrides: KEY=VALUE settings. A setting applies to the tasks and datasets that have this
             key.
         data_roots: Folders of datasets, by the name of the dataset.
         all_tasks: Whether the user requested all tasks. If so, tasks that a dataset or an encoder
-            does not support are left out, and probes also run in their secondary protocols (presets
-            of settings).
+            does not support are left out. Probes then also run in their secondary protocols, which
+            are presets of settings.
         on_bad_image: "fail", "skip", or None for the default of each dataset.
-        layers: Block indices, 0-based, in a format of `ssl_bench.layers.resolve_layers`.
-        checkpoints: Addresses of encoders. If it is empty, the newest run in `runs/` is used.
-        baselines: Whether to add untrained encoders and raw colours as baselines.
+        layers: Block indices, 0-based, such as "all", "0,5,11" or -1.
+        checkpoints: Addresses of encoders, such as "demo:skip". If there are none, the newest
+            pretraining run in `runs/` is used.
+        baselines: Whether to also probe each encoder with random weights, and an encoder that
+            returns raw colours.
         out: Folder of results.
         device: Name of a torch device (default: a GPU if there is one).
         overwrite: Whether to compute finished results again.
-        sets: Datasets that the user passed to `ssl_bench.probe`, by the name of the argument:
-            "train", "val" or "images". Together they have the dataset name "python".
+        sets: Image sets that the user passed to `ssl_bench.probe`, by the name of the argument:
+            "train", "val" or "images". Together they form the dataset "python".
     """
 
     tasks: Sequence[str]
@@ -66,14 +68,14 @@ class ProbeRequest:
         device: str | None = None,
         **others: Any,
     ) -> "ProbeRequest":
-        """Check the names that a user entered, and return the request.
+        """Create a request from the text that a user entered, and check all names in it.
 
         Args:
             task: Names of tasks separated by commas, or "all".
             dataset: Names of datasets separated by commas, or "all". NAME:FOLDER is the dataset
                 NAME in a folder.
             overrides: KEY=VALUE settings.
-            data_root: See `parse_data_roots`.
+            data_root: One folder for all datasets, or NAME=FOLDER,NAME=FOLDER, or None.
             batch_size: Number of images in a forward pass of the encoder.
             on_bad_image: "fail", "skip" or None.
             device: Name of a torch device, or None.
@@ -91,7 +93,7 @@ class ProbeRequest:
         datasets = parse_datasets(dataset)
         if "python" in datasets and not others.get("sets") and dataset != "all":
             raise ConfigurationError(
-                "dataset python exists only in Python: ssl_bench.probe(encoder, task=TASK, "
+                "dataset python can only be used in Python: ssl_bench.probe(encoder, task=TASK, "
                 "train=DATASET, val=DATASET)",
                 hint=("--dataset", "class_folders", "--data-root", "{folder}"),
             )
@@ -109,9 +111,12 @@ class ProbeRequest:
 
 
 def parse_datasets(text: str) -> list[str]:
-    """Return the parts of a comma-separated list, each NAME or NAME:FOLDER of a dataset.
+    """Split a comma-separated list of datasets, such as "voc2012,folder:photos".
 
     The names are checked. The text "all" stands for all datasets.
+
+    Returns:
+        Each dataset as NAME or NAME:FOLDER.
     """
     if text == "all":
         return choices("dataset")
@@ -122,7 +127,15 @@ def parse_datasets(text: str) -> list[str]:
 
 
 def require_dataset(text: str) -> tuple[str, str | None]:
-    """Check the name in NAME or NAME:FOLDER, and return the name and the folder."""
+    """Check the name of a dataset in the text NAME or NAME:FOLDER.
+
+    Returns:
+        The name, and the folder or None.
+
+    Raises:
+        ConfigurationError: The name is unknown, or the text contains a folder although this
+            dataset is not read from a folder.
+    """
     name, root = split_dataset(text)
     require_choice("dataset", name, choices("dataset"))
     if root is not None and not _has_folder(name):
@@ -131,7 +144,7 @@ def require_dataset(text: str) -> tuple[str, str | None]:
 
 
 def split_dataset(text: str) -> tuple[str, str | None]:
-    """Split NAME:FOLDER into the name and the folder of a dataset.
+    """Split the text NAME:FOLDER into the name and the folder of a dataset.
 
     If the text is only a name, the folder is None.
     """
@@ -145,16 +158,22 @@ def split_dataset(text: str) -> tuple[str, str | None]:
 
 
 def parse_on_bad_image(text: str | None) -> OnBadImage | None:
-    """Check the value of `--on-bad-image`: "fail", "skip", or None for the dataset's default."""
+    """Return the value of `--on-bad-image` if it is valid, or else raise ConfigurationError.
+
+    Valid values are "fail", "skip", and None, which stands for the default of the dataset.
+    """
     if text is not None:
         require_choice("on-bad-image", text, get_args(OnBadImage))
     return cast("OnBadImage | None", text)
 
 
 def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
-    """Return the folder of each dataset from the value of `--data-root`.
+    """Parse the value of `--data-root`, and return the folder of each dataset by its name.
 
-    The value is one folder for all datasets, or a list such as NAME=FOLDER,NAME=FOLDER.
+    Args:
+        text: One folder for all datasets, or NAME=FOLDER,NAME=FOLDER, or None.
+        datasets: Requested datasets, each as NAME or NAME:FOLDER. `text` does not apply to datasets
+            that state their own folder.
     """
     if text is None:
         return {}
@@ -194,9 +213,13 @@ def _synthetic_error(datasets: Sequence[str]) -> ConfigurationError:
 def probing_config(
     task: str, dataset: str, overrides: Sequence[str], root: str | None = None
 ) -> dict[str, Any]:
-    """Compose the configuration of a task on a dataset in the folder `root`.
+    """Compose the configuration of a task on a dataset.
 
-    If `dataset` is NAME:FOLDER, FOLDER is used instead of `root`.
+    Args:
+        task: Name of the task.
+        dataset: The dataset, as NAME or NAME:FOLDER.
+        overrides: KEY=VALUE settings.
+        root: Folder of the dataset. It is ignored if `dataset` is NAME:FOLDER.
     """
     name, own_root = split_dataset(dataset)
     base = [f"probe={task}", f"dataset={name}"]
@@ -213,7 +236,7 @@ def _has_folder(dataset: str) -> bool:
 
 
 def _drop_broken_tasks(tasks: Sequence[str]) -> list[str]:
-    """Return the tasks that can be imported, and print a message about every other task."""
+    """Return the tasks whose code can be imported, and print a message about each other task."""
     importable = []
     for task in tasks:
         try:
@@ -225,9 +248,16 @@ def _drop_broken_tasks(tasks: Sequence[str]) -> list[str]:
 
 
 def _batch_size_overrides(tasks: Sequence[str], size: int) -> list[str]:
-    """Return the overrides that set the number of images in a forward pass of the encoder.
+    """Return the settings KEY=VALUE that set the number of images in a forward pass of the encoder.
 
     The batch size for training heads is not changed, because it affects scores.
+
+    Args:
+        tasks: Names of the tasks. A key is included if any of the tasks has it.
+        size: Number of images in a forward pass.
+
+    Raises:
+        ConfigurationError: No task has such a key.
     """
     configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
     keys = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]

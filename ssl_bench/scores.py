@@ -13,25 +13,26 @@ import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64, Integer, Real, UInt8
 
 IGNORED = 255
-"""Label of pixels that are ignored in scores."""
+"""Label of pixels that do not count in scores, such as the borders of objects in VOC."""
 ABSENT_CLASS_POLICY = "absent_from_both_is_nan"
 
 Counts = Integer[np.ndarray, "*some 3 classes"]
-"""Numbers of correct, predicted and ground-truth pixels of each class.
+"""Numbers of pixels of each class, of one image or summed over images.
 
+Row 0 contains the correct pixels, row 1 the predicted pixels, and row 2 the ground-truth pixels.
 `probes.heads.scored_images.class_counts` computes them.
 """
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
-"""IoU thresholds of COCO AP. A correct box has an IoU of at least the threshold."""
+"""IoU thresholds of COCO AP. A predicted box is correct if its IoU is at least the threshold."""
 MOST_DETECTIONS = 100
-"""Maximum number of scored boxes in each image. Boxes with the highest confidence are scored."""
+"""Maximum number of scored boxes in each image: those with the highest confidence."""
 _RECALLS = np.linspace(0, 1, 101)
 
 _BETA_SQUARED = 0.3
 
 ObjectCounts = Integer[np.ndarray, "*some 4"]
-"""Four numbers of pixels for each image.
+"""Four numbers of pixels, of one image or of each image.
 
 - [0]: pixels that belong to the object in both prediction and ground truth.
 - [1]: pixels that belong to the object in the prediction.
@@ -51,8 +52,10 @@ DetectionCounts = Real[np.ndarray, "*some ranks_and_truth thresholds_and_all"]
 def iou_per_class(counts: Counts) -> Float64[np.ndarray, "*some classes"]:
     """Return the intersection over union (IoU) of each class in percent.
 
-    `counts` contains the correct, predicted and ground-truth pixels of each class (see `Counts`).
-    The IoU is NaN for a class that occurs neither in the prediction nor in the ground truth.
+    The IoU of a class that occurs neither in the prediction nor in the ground truth is NaN.
+
+    Args:
+        counts: Numbers of correct, predicted and ground-truth pixels of each class.
     """
     correct, predicted, true = (counts[..., row, :].astype(np.int64) for row in range(3))
     return iou_from_counts(correct, predicted + true - correct)
@@ -66,9 +69,12 @@ def iou_from_counts(
 
 
 def mean_iou(counts: Counts) -> Float64[np.ndarray, "*some"]:
-    """Return the mean IoU over classes in percent, from pixel counts as described in `Counts`.
+    """Return the mean IoU over classes in percent.
 
     Classes that occur neither in the prediction nor in the ground truth are excluded.
+
+    Args:
+        counts: Numbers of correct, predicted and ground-truth pixels of each class.
     """
     return mean_without_nan(iou_per_class(counts))
 
@@ -78,14 +84,14 @@ def matched_mean_iou(
 ) -> tuple[float, Integer[np.ndarray, " classes"]]:
     """Match predicted classes one-to-one to true classes, and compute the mean IoU in percent.
 
-    The matching maximises the mean IoU. Classes without any pixels have an IoU of 0, and are
+    The matching maximises the mean IoU. Classes without any pixels have an IoU of 0 and are
     included in the mean.
 
     Args:
         confusion: Numbers of pixels by true class (rows) and predicted class (columns).
 
     Returns:
-        The mean IoU, and the true class that each predicted class is matched to.
+        The mean IoU, and the true class to which each predicted class is matched.
 
     Source: Hungarian matching of PredsmIoU in https://github.com/vpariza/open-hummingbird-eval.
     """
@@ -101,10 +107,17 @@ def matched_mean_iou(
 def predict_constant_class(
     counts: Integer[np.ndarray, "3 classes"],
 ) -> tuple[int, Integer[np.ndarray, "3 classes"]]:
-    """Return the most frequent true class, and the counts of a prediction of only this class.
+    """Return the most frequent true class, and the pixel counts if it is predicted everywhere.
 
-    The counts are the correct, predicted and true pixels of each class, as in `Counts`. No other
-    constant class has a higher mean IoU or accuracy on these pixels.
+    This prediction is an image-independent baseline. Predicting any other class everywhere does not
+    give a higher mean IoU or accuracy on these pixels.
+
+    Args:
+        counts: Numbers of correct, predicted and ground-truth pixels of each class. Only the
+            ground-truth pixels are used.
+
+    Returns:
+        The index of the class, and counts in the same format as `counts`.
     """
     true = counts[2]
     most_frequent = int(true.argmax())
@@ -123,7 +136,11 @@ def mean_without_nan(values: Float64[np.ndarray, "*some classes"]) -> Float64[np
 
 
 def pixel_accuracy(counts: Counts) -> Float64[np.ndarray, "*some"]:
-    """Return the percentage of correctly classified pixels, or NaN if there are no pixels."""
+    """Return the percentage of correctly classified pixels, or NaN if there are no pixels.
+
+    Args:
+        counts: Numbers of correct, predicted and ground-truth pixels of each class.
+    """
     correct, true = (counts[..., row, :].sum(-1, dtype=np.int64) for row in (0, 2))
     return np.where(true > 0, 100.0 * correct / np.maximum(true, 1), np.nan)
 
@@ -132,7 +149,10 @@ def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     """Return the F-beta score of each image in percent, with beta squared = 0.3.
 
     An empty prediction has precision 1, and an image without an object has recall 1. The score is
-    0 if both are 0.
+    0 if precision and recall are 0.
+
+    Args:
+        counts: Pixels of the object that are correct, predicted and true, and all scored pixels.
 
     Source: metric.py of unsupervised_saliency_detection in
     https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
@@ -146,7 +166,11 @@ def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
 
 
 def object_iou(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
-    """Return the intersection over union of each image in percent, or 100 if the union is empty."""
+    """Return the intersection over union of each image in percent, or 100 if the union is empty.
+
+    Args:
+        counts: Pixels of the object that are correct, predicted and true, and all scored pixels.
+    """
     both, predicted, true, _ = (counts[..., n].astype(np.int64) for n in range(4))
     union = predicted + true - both
     return np.where(union > 0, 100.0 * both / np.maximum(union, 1), 100.0)
@@ -156,6 +180,9 @@ def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     """Return the percentage of correct pixels of each image, or 100 if all pixels are ignored.
 
     A pixel is correct if prediction and ground truth agree on whether it belongs to the object.
+
+    Args:
+        counts: Pixels of the object that are correct, predicted and true, and all scored pixels.
     """
     both, predicted, true, total = (counts[..., n].astype(np.int64) for n in range(4))
     correct = total - predicted - true + 2 * both
@@ -172,7 +199,8 @@ def object_counts(
         truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
 
     Returns:
-        Numbers of correctly predicted, predicted, true and scored pixels, as in `ObjectCounts`.
+        Four numbers of pixels: the object's correctly predicted, predicted and true pixels, and all
+        scored pixels.
     """
     is_scored, is_true = truth != IGNORED, truth == 1
     is_found = mask & is_scored
@@ -204,13 +232,18 @@ def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
 def constant_masks(
     centre_counts: Int64[np.ndarray, "images 4"],
 ) -> dict[str, Int64[np.ndarray, "images 4"]]:
-    """Return the pixel counts of three masks that do not depend on the image, by the mask's name.
+    """Return the pixel counts of three masks that are predicted without looking at the images.
 
     The best of these masks is the baseline of a metric. For pixel accuracy, it is the empty mask if
     objects are small, and the whole image if objects are large.
 
     Args:
-        centre_counts: Pixel counts of the centre box for each image, as in `ObjectCounts`.
+        centre_counts: Pixel counts of each image if the centre box is predicted: the object's
+            correctly predicted, predicted and true pixels, and all scored pixels.
+
+    Returns:
+        Counts in the same format, by the name of the mask: "centre box", "whole image" or
+        "empty mask".
     """
     _, _, true, total = centre_counts.T
     zero = np.zeros_like(true)
@@ -226,17 +259,17 @@ OBJECT_SCORES: Mapping[str, Callable[[ObjectCounts], Float64[np.ndarray, "*some"
     "iou": object_iou,
     "accuracy": object_accuracy,
 }
-"""Functions that score single images, by metric. The metric's value is the mean over images.
+"""Functions that score single images, by metric. The value of a metric is the mean over images.
 
-`max_f_beta` is the maximum of the mean F-beta over all thresholds. Every pixel of a prediction is 0
-or 1, so all thresholds below 1 give the same mean. `object_f_beta` therefore needs no threshold.
+`max_f_beta` is the maximum over all thresholds of the mean F-beta. Every pixel of a prediction is 0
+or 1, so all thresholds between 0 and 1 give the same mean, and `object_f_beta` needs no threshold.
 """
 
 
 def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 4"]) -> bool:
     """Return whether a box (x0, y0, x1, y1) has an IoU of at least 0.5 with any ground-truth box.
 
-    The comparison 2 * intersection >= union is exact for integer coordinates.
+    For integer coordinates, the comparison has no rounding error.
     """
     low = np.maximum(box[:2], ground_truth[:, :2])
     high = np.minimum(box[2:], ground_truth[:, 2:])
@@ -253,8 +286,8 @@ def corloc(hits: Bool[np.ndarray, " images"]) -> float:
 def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
     """Return the average precision (AP) in percent, or NaN if there is no ground-truth box.
 
-    For each IoU threshold and each of 101 recalls from 0 to 1, find the highest precision at this
-    recall or a higher recall. AP is the mean of these precisions.
+    AP is a mean over IoU thresholds and over 101 recalls from 0 to 1. The averaged value is the
+    highest precision that is reached at this recall or at a higher recall.
 
     Predicted boxes of equal confidence form a rank. AP must not depend on their order. The correct
     boxes of a rank are therefore treated as spread evenly over the rank.
@@ -289,10 +322,12 @@ def coco_average_precision(
     predicted: Sequence[Float64[np.ndarray, "_predicted 4"]],
     true: Sequence[Float64[np.ndarray, "_true 4"]],
 ) -> float:
-    """Return COCOeval's average precision (its `stats[0]`) in percent, or NaN without true boxes.
+    """Compute average precision in percent with COCOeval of pycocotools (its `stats[0]`).
 
-    The n-th boxes of all images have equal confidence. COCOeval sorts them by image, so unlike
-    `average_precision`, the value depends on the order of the images.
+    It is NaN if there is no ground-truth box. The first boxes of all images have the same
+    confidence, the second boxes have a lower one, and so on. COCOeval orders boxes of equal
+    confidence by image. Unlike the value of `average_precision`, its value thus depends on the
+    order of the images.
 
     Args:
         predicted: Boxes (x0, y0, x1, y1) of each image, in descending order of confidence.
@@ -314,7 +349,10 @@ def coco_average_precision(
 def _index_boxes(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
     """Return a pycocotools `COCO` object that contains the boxes of all images.
 
-    The confidence scores decrease in the order of an image's boxes.
+    The n-th box of each image has the confidence score -n, counted from 0.
+
+    Args:
+        boxes: Boxes (x0, y0, x1, y1) of each image, in descending order of confidence.
     """
     ranked = [(n, rank, box) for n, some in enumerate(boxes) for rank, box in enumerate(some)]
     annotations = [
@@ -338,6 +376,10 @@ def average_recall(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
     """Return the recall of ground-truth boxes in percent, averaged over IoU thresholds.
 
     It equals `stats[8]` of COCOeval. It is NaN if there is no ground-truth box.
+
+    Args:
+        counts: Numbers of ground-truth boxes, predicted boxes and correct boxes by rank and IoU
+            threshold, as in `DetectionCounts`.
     """
     true = counts[..., 0, 0]
     correct = counts[..., 1:, 1:].sum(-2, dtype=np.float64).mean(-1)
@@ -350,18 +392,17 @@ def _precision_within_rank(
     rank: int,
     needed: Float64[np.ndarray, "*some 1 recalls"],
 ) -> Float64[np.ndarray, "*some thresholds recalls"]:
-    """Return the precision at each recall that is reached within one rank.
+    """Return the precision at each recall that is reached inside one rank.
 
-    A rank consists of the boxes with the same confidence. The prediction consists of all boxes of
-    earlier ranks, and of the part of this rank that is needed to reach the recall. Correct boxes
-    are treated as spread evenly over a rank. The precision is 0 if earlier ranks already reach the
-    recall.
+    A rank consists of all boxes with the same confidence. The counted boxes are those of all
+    earlier ranks, and the part of this rank that is needed to reach the recall. Correct boxes are
+    treated as spread evenly over a rank. The result is 0 if earlier ranks already reach the recall.
 
     Args:
         correct: Number of correct boxes in each rank and all ranks before it.
         predicted: Number of predicted boxes in each rank and all ranks before it.
-        rank: Index of the rank.
-        needed: Number of correct boxes at each recall.
+        rank: Index of the rank. Rank 0 has the highest confidence.
+        needed: Number of correct boxes that each recall requires.
     """
     start = (correct[..., rank - 1, :], predicted[..., rank - 1, :]) if rank else (0.0, 0.0)
     rank_correct = (correct[..., rank, :] - start[0])[..., None]
@@ -374,7 +415,7 @@ def _precision_within_rank(
 
 
 def index_coco(content: Mapping[str, Any]) -> Any:
-    """Return a pycocotools `COCO` object for the content of a COCO instances file.
+    """Return a pycocotools `COCO` object for the parsed content of a COCO annotation file.
 
     If the content has another format, pycocotools may raise any exception.
     """

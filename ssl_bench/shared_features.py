@@ -16,7 +16,7 @@ from ssl_bench.system.process import free_host_memory
 _MAX_MEMORY_FRACTION = 0.25
 
 Parts = dict[tuple[int, Facet], Tensor]
-"""Features of one image by layer and facet (kind of feature)."""
+"""Features of one image by layer (block index) and facet (kind of feature)."""
 
 
 @dataclass
@@ -24,8 +24,8 @@ class SharedFeatures:
     """Features of images in host memory, for probes that encode the same images.
 
     Attributes:
-        num_images: Number of different images that a probe encodes.
-        keeps_new: Whether features of further images are kept. False if no later probe needs them.
+        num_images: Number of images that a probe encodes, including training images.
+        keeps_new: Whether `add` stores features. False if no later probe needs them.
         by_image: Features of each image, by the digest of its pixels.
     """
 
@@ -39,12 +39,18 @@ class SharedFeatures:
     def has_memory(self, parts: Parts) -> bool:
         """Return whether the features of all images fit into memory.
 
-        `parts` contains the features of one image. The other images need the same memory.
+        Args:
+            parts: Features of one image. All other images are assumed to need the same memory.
         """
         return self.num_images * _num_bytes(parts) <= self._free_bytes
 
     def add(self, digest: bytes, parts: Parts) -> None:
-        """Keep a copy of the features of an image, unless they do not fit into memory."""
+        """Store a copy of the features of an image, if they fit into memory.
+
+        Args:
+            digest: Digest of the image's pixels.
+            parts: Features of the image by layer and facet (kind of feature).
+        """
         if self.keeps_new and _num_bytes(parts) <= self._free_bytes:
             self._free_bytes -= _num_bytes(parts)
             copies = {name: tensor.clone() for name, tensor in parts.items()}
@@ -54,18 +60,18 @@ class SharedFeatures:
 class SharedExtractor(FeatureExtractor):
     """Feature extractor on the CPU that does not encode images whose features are already known.
 
-    On a CPU, the features of a ViT do not depend on the other images in the batch. Those of a
-    ConvNet depend on them only through rounding errors. Shared features therefore equal recomputed
-    features up to rounding.
+    On a CPU, the features of an image in a ViT do not depend on the other images in the batch. In a
+    ConvNet, they depend on them only through rounding errors. Stored features therefore equal
+    recomputed features up to rounding.
 
     Args:
-        shared: Features that earlier probes have computed. Further features are added to it.
+        shared: Features that earlier probes have computed. New features are added to them.
         arguments, options: Arguments of `FeatureExtractor`.
     """
 
     def __init__(self, shared: SharedFeatures, *arguments: Any, **options: Any) -> None:
         self._shared = shared
-        # Decided when the size of the features is known.
+        # None until the features of the first image show how much memory is needed.
         self._has_memory: bool | None = None
         super().__init__(*arguments, **options)
 
@@ -73,9 +79,10 @@ class SharedExtractor(FeatureExtractor):
     def extract_unchecked(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        """Return the same as `FeatureExtractor.extract_unchecked`, but encode only new images.
+        """Extract features like `FeatureExtractor.extract_unchecked`, but encode only new images.
 
-        An image is new if `shared` lacks any of its requested features.
+        An image is new if any of its requested features has not been stored by an earlier call or
+        an earlier probe.
         """
         digests = [self._digest(image) for image in images]
         wanted, known = set(product(self.layers, self.facets)), self._shared.by_image

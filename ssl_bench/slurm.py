@@ -23,6 +23,10 @@ class CommandTask:
     """A command that SLURM queues again if it is preempted or reaches its time limit.
 
     Every SLURM task imports this file to unpickle the class, so this file imports no large package.
+
+    Attributes:
+        words: The command and its arguments.
+        threads: Number of CPU threads, unless OMP_NUM_THREADS is already set.
     """
 
     words: tuple[str, ...]
@@ -49,7 +53,7 @@ class CommandTask:
 def array_settings(
     *, minutes: int, gpus: int, cpus: int, partition: str | None = None
 ) -> dict[str, str | int]:
-    """Return the settings of a SLURM array, named as in submitit.
+    """Return the settings of a SLURM array, with the names that submitit uses.
 
     Args:
         minutes: Time limit of each task. A task that reaches it is queued again.
@@ -71,8 +75,15 @@ def submit_array(
 ) -> "list[submitit.Job[None]]":
     """Submit one SLURM task for each command, and return without waiting for the tasks.
 
-    Every node must have access to the folder `logs`. The clusters "local" and "debug" run the tasks
-    on this machine. The environment variables SBATCH_* set other options of sbatch.
+    Args:
+        commands: The commands, each as a list of words.
+        logs: Folder for log files. Every node must have access to it.
+        settings: Settings from `array_settings`. The environment variables SBATCH_* set other
+            options of sbatch.
+        cluster: "slurm", or "local" or "debug" to run the tasks on this machine.
+
+    Raises:
+        MachineError: SLURM or submitit is not installed, or sbatch rejects the array.
     """
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if cluster == "slurm" and missing:

@@ -55,10 +55,10 @@ class Job:
         is_share: Whether the job evaluates only some of the requested blocks, and other jobs
             evaluate the rest.
         images: The scored images.
-        keys: Keys that identify all results of the job (see `ResultKey`).
+        keys: Keys that identify all results of the job, each of type `ResultKey`.
         pending: Keys of the results that are not stored yet. If only figures are missing, the
-            results of their blocks are pending too.
-        arguments: Arguments of `ssl-bench` that compute the pending results.
+            results of the blocks in these figures count as pending.
+        arguments: Arguments of the command `ssl-bench` that computes the pending results.
     """
 
     encoder: EncoderIdentity
@@ -96,15 +96,15 @@ class Job:
 
 
 def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = True) -> list[Job]:
-    """Return the jobs that a request needs, ordered by encoder. No result is computed or written.
+    """Divide a request into jobs, and return them ordered by encoder. No result is computed.
 
     Args:
         request: The requested encoders, probes, datasets and blocks.
-        min_jobs: Minimum number of jobs. To reach it, the blocks that a probe evaluates are divided
-            among several jobs where possible. Each of these jobs encodes all images again.
+        min_jobs: Desired minimum number of jobs. To reach it, the blocks that a probe evaluates are
+            divided among several jobs where possible. Each of these jobs encodes all images again.
         skip_unfit: Whether to leave out probes that do not support an encoder, with a message. If
-            False, such a probe raises `UnfitEncoder`. For baseline encoders, such as random
-            weights, it is always left out.
+            False, such a probe raises `UnfitEncoder`. For baseline encoders, such as an encoder
+            with random weights, it is always left out.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
@@ -163,8 +163,11 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
 def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
     """Return the images that a probe scores, and the settings that affect its results.
 
-    `planned` contains the probe and its dataset. The settings of the probe itself are left out,
-    because they depend on the encoder.
+    The settings of the probe itself are left out, because they depend on the encoder. The returned
+    settings describe, for example, the precision and the training images.
+
+    Args:
+        planned: The probe and its dataset.
     """
     planned.require_images()
     probe, dataset = planned.probe, planned.dataset
@@ -185,9 +188,16 @@ def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
 def _split_layers(
     planned: PlannedProbe, probe: Probe, layers: tuple[int, ...], images: ImageSet, count: int
 ) -> list[tuple[int, ...]]:
-    """Split the blocks into `count` groups of consecutive blocks, one group for each job.
+    """Split the block indices `layers` into groups of consecutive blocks, one group for each job.
 
-    If a single result or figure combines several blocks, return all blocks as one group.
+    If a result or a figure combines several blocks, all blocks form a single group.
+
+    Args:
+        planned: The planned probe, which contains the seed.
+        probe: The probe, adapted to the encoder.
+        layers: Block indices, 0-based.
+        images: The scored images.
+        count: Desired number of groups. There are never more groups than blocks.
     """
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
@@ -223,7 +233,9 @@ def _probe_arguments(
 
 
 def format_plan(jobs: Sequence[Job], seconds: Sequence[float | None] = ()) -> str:
-    """Return a table of the jobs as text, followed by a line with the totals.
+    """Return a text table with one row for each job, followed by a line with the totals.
+
+    The table states how many results of each job are finished and how many are pending.
 
     Args:
         jobs: The jobs.
@@ -255,22 +267,28 @@ def format_plan(jobs: Sequence[Job], seconds: Sequence[float | None] = ()) -> st
         if None in seconds:
             total += " without the jobs of unknown time"
     if any(job.is_share for job in jobs):
-        total += "\nsome probes are split by block into jobs, and each job encodes all images"
+        total += "\nthe blocks of some probes are split into jobs, and each job encodes all images"
     return f"{align_columns(rows if known else [row[:-1] for row in rows])}\n{total}"
 
 
 def probe_command(job: Job) -> list[str]:
-    """Return the command that runs a job with the Python interpreter of this process."""
+    """Return the command that runs a job, as a list of words that starts with the Python path."""
     return [sys.executable, "-m", "ssl_bench", *job.arguments]
 
 
 def run_in_this_process(
     jobs: Sequence[Job], store: ResultStore, device: torch.device, *, debug: bool
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Run jobs one after the other, and yield each job with its outcome.
+    """Run jobs one after the other, and yield each job with its outcome (success or error).
 
-    Consecutive jobs with the same encoder load it only once. Consecutive probes on the same images
-    share features. With `debug`, the first error is raised.
+    If consecutive jobs have the same encoder, it is loaded only once. Consecutive probes of the
+    same images share features.
+
+    Args:
+        jobs: The jobs to run.
+        store: Results folder.
+        device: Device of the computation.
+        debug: Whether to raise the first error instead of continuing with the next job.
     """
     load, features = lru_cache(maxsize=1)(load_and_log), FeatureCache()
 
@@ -297,16 +315,17 @@ def run_in_this_process(
 def run_in_processes(
     jobs: Sequence[Job], count: int, devices: Sequence[str] = ()
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Run jobs in separate processes, and yield each job with its outcome.
+    """Run jobs in separate processes, and yield each job with its outcome (success or error).
 
-    The processes share the CPU cores. If a job runs out of memory, it is run again alone after all
-    other jobs.
+    The CPU cores are divided among the processes. If a job runs out of memory, it is run again
+    alone after all other jobs.
 
     Args:
         jobs: The jobs to run.
         count: Maximum number of jobs that run at the same time.
-        devices: Values of CUDA_VISIBLE_DEVICES. Each process gets the value that the fewest running
-            jobs use. If it is empty, each process sees all GPUs of this process.
+        devices: Values of CUDA_VISIBLE_DEVICES, such as "0" and "1". Each process gets the value
+            that the fewest running jobs use. If there are none, each process sees all GPUs that
+            this process sees.
     """
     retried, load, lock = list[Job](), dict.fromkeys(devices, 0), threading.Lock()
     # All numerical libraries read OMP_NUM_THREADS.
@@ -315,9 +334,10 @@ def run_in_processes(
 
     @contextmanager
     def acquire_device() -> Generator[Mapping[str, str]]:
-        """Yield the environment of a job, with the least used value of CUDA_VISIBLE_DEVICES.
+        """Yield the environment variables of a job, and count the GPU as used until the exit.
 
-        If `devices` is empty, this variable is not changed.
+        CUDA_VISIBLE_DEVICES has the value in `devices` that the fewest running jobs use. If
+        `devices` is empty, this variable is not changed.
         """
         if not load:
             yield environment

@@ -1,4 +1,4 @@
-"""Find the names that users can choose: config files, entry points, and pretraining runs of papers.
+"""List the names that users can choose: config files, entry points, and pretraining runs.
 
 This module imports neither Hydra nor PyTorch, so that `--help` and shell completion stay fast.
 """
@@ -27,10 +27,10 @@ from ssl_bench.system.files import PACKAGE
 
 MAX_NAME_LENGTH = 200
 EXTENSIBLE_GROUPS = ("model", "probe", "dataset", "objective", "optimizer")
-"""Groups that other packages can extend by entry points, such as `ssl_bench.probe`."""
+"""Groups of configurations to which other packages can add classes by entry points."""
 PROBING_GROUPS = ("probe", "dataset")
 RUN_GROUPS = ("model", "objective", "optimizer", "experiment")
-"""Groups of config files that `pretrain` selects with NAME=VALUE. Those of `probe` are above."""
+"""Groups of config files that `ssl-bench pretrain` selects with words such as `model=timm`."""
 _MAX_LISTED = 24
 _FILE_GROUPS = ("model", "objective", "optimizer")
 _RUN_KEYS = ("recipe", "images", "after", "set", "arms")
@@ -39,15 +39,17 @@ _RUN_NAME = re.compile(r"[a-z0-9_]+")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A pretraining run of a paper. Users choose it with `experiment=NAME`.
+    """A pretraining run of a paper, which users choose with `experiment=NAME`.
 
     Attributes:
-        name: Name of the run. No other run and no file of `configs/experiment` has this name.
+        name: Name of the run, which no other run has. It may equal the name of the recipe only if
+            the run changes no settings.
         recipe: Name of the file of `configs/experiment` that contains the settings of the run.
         changes: Settings that differ from the recipe, by full key such as "model.depth". The keys
-            "model", "objective" and "optimizer" choose a file.
+            "model", "objective" and "optimizer" choose a config file.
         images: Name of the training images, such as "imagenet1k".
-        after: Name of the run that provides the initial weights, or None.
+        after: Name of another run, whose final weights are the initial weights of this run, or
+            None.
     """
 
     name: str
@@ -57,7 +59,11 @@ class Experiment:
     after: str | None = None
 
     def to_config(self) -> dict[str, Any]:
-        """Return the run in the form of a configuration file in `configs/experiment`."""
+        """Return the settings of the run as the content of a file in `configs/experiment`.
+
+        Its Hydra list `defaults` contains the recipe. Settings with dotted keys become nested
+        dictionaries.
+        """
         files = {key: value for key, value in self.changes.items() if key in _FILE_GROUPS}
         config: dict[str, Any] = {
             "defaults": [self.recipe, *({f"override /{key}": files[key]} for key in files)]
@@ -101,23 +107,25 @@ def config_folder() -> Path:
 
 
 def choices(group: str) -> list[str]:
-    """Return all names that users can choose in a group of configurations, such as "probe".
+    """Return all names that users can choose in a group of configurations, sorted.
 
-    They are names of files and entry points. The group "experiment" also has the runs of papers.
+    For example, the group "probe" contains "knn". The names are those of config files and of entry
+    points in installed packages. The group "experiment" also contains pretraining runs of papers.
     """
     runs = experiments() if group == "experiment" else ()
     return sorted({*config_names(group), *entry_points(group), *runs})
 
 
 def config_names(group: str) -> list[str]:
-    """Return the names of the files in a folder of `configs/`, without their suffixes."""
+    """Return the names of the YAML files in the folder `group` of `configs/`, without suffixes."""
     return [path.stem for path in (config_folder() / group).glob("*.yaml")]
 
 
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
-    """Return the entry points of a group such as "probe" in all installed packages, by name.
+    """Return the entry points of a group in all installed packages, by name.
 
-    In the metadata of a package, this group is called "ssl_bench.probe".
+    An entry point is an object, such as a class, that a package declares in its metadata. In the
+    metadata, the group "probe" is called "ssl_bench.probe".
     """
     points = _entry_points(tuple(sys.path)).select(group=f"ssl_bench.{group}")
     return {point.name: point for point in points}
@@ -154,7 +162,12 @@ def load_entry_point(point: metadata.EntryPoint) -> Any:
 def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:
     """Return the error for an unknown configuration key.
 
-    Its hint suggests the most similar keys or, if there are none, a command that lists all keys.
+    Its hint suggests up to three similar keys. If no key is similar, it suggests a command that
+    lists all keys.
+
+    Args:
+        key: The unknown key.
+        valid: All valid keys.
     """
     message, known = f"unknown key {format_value(key)}", sorted(valid)
     if not _nearest_names(key, known):
@@ -167,8 +180,14 @@ def unknown_name_error(
 ) -> ConfigurationError:
     """Return the error for an unknown name, with a hint that suggests what to type instead.
 
-    In `hint`, "{near}" is replaced by the most similar valid names. If no valid name is similar,
-    the error has no hint, and the valid names are appended to the message.
+    If no valid name is similar, the error has no hint, and its message lists the valid names.
+
+    Args:
+        message: What is wrong.
+        name: The unknown name.
+        valid: All valid names.
+        hint: Words to type, such as ("--task", "{near}"). Up to three similar valid names replace
+            "{near}".
     """
     names = sorted(valid)
     if nearest := _nearest_names(name, names):
@@ -179,7 +198,7 @@ def unknown_name_error(
 
 
 def _nearest_names(name: str, names: Sequence[str]) -> list[str]:
-    """Return up to three of `names` that are similar to `name`, the most similar first."""
+    """Return up to three of `names` that are similar to `name`. The most similar one is first."""
     # Cut long names, because the time of difflib grows with the square of the length.
     name = name[:MAX_NAME_LENGTH].lower()
     # Compare the last parts of keys first, so that probe.limt is more similar to data.limit than to
@@ -192,14 +211,14 @@ def _nearest_names(name: str, names: Sequence[str]) -> list[str]:
 
 
 def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence[str] = ()) -> str:
-    """Return a name if it is valid, else raise ConfigurationError.
+    """Return a name if it is valid, or else raise ConfigurationError.
 
     Args:
-        kind: Word for what the name stands for, such as "dataset". The message contains it.
+        kind: What the name stands for, such as "dataset", for the error message.
         name: The name to check.
         valid: All valid names.
-        hint: What the error suggests to type, as in `unknown_name_error`. By default, the flag
-            `--KIND` with the most similar names.
+        hint: Words that the error suggests to type, such as ("--task", "{near}"). Similar valid
+            names replace "{near}". By default, the flag is `--KIND`.
     """
     if name in valid:
         return name
@@ -213,7 +232,13 @@ def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence
 
 
 def parse_names(kind: str, text: str, valid: list[str]) -> list[str]:
-    """Split a comma-separated list of names, and check each name. "all" stands for all names."""
+    """Split a comma-separated list of names, and check each name. "all" stands for all names.
+
+    Args:
+        kind: What a name stands for, such as "task", for error messages.
+        text: The list, such as "knn,tokencut".
+        valid: All valid names.
+    """
     if text.strip() == "all":
         return valid
     names = [name.strip() for name in text.split(",")]
@@ -222,7 +247,11 @@ def parse_names(kind: str, text: str, valid: list[str]) -> list[str]:
 
 
 def papers(folder: Path | None = None) -> tuple[Paper, ...]:
-    """Return all papers that a folder of configurations describes, sorted by file name."""
+    """Return the papers that YAML files in the subfolder `papers` describe, sorted by file name.
+
+    Args:
+        folder: Folder of configurations (default: `configs`).
+    """
     return _papers(folder or config_folder())
 
 
@@ -238,7 +267,11 @@ def _papers(folder: Path) -> tuple[Paper, ...]:
 
 
 def experiments(folder: Path | None = None) -> dict[str, Experiment]:
-    """Return the pretraining runs of all papers, by name."""
+    """Return the pretraining runs of all papers, by the name of the run.
+
+    Args:
+        folder: Folder of configurations (default: `configs`).
+    """
     return {name: run for paper in papers(folder) for name, run in paper.experiments.items()}
 
 
@@ -269,8 +302,8 @@ def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Exp
     Args:
         file: File of the paper, for error messages.
         stem: Name of the run, such as "vit". Its variant "relu" is called "vit_relu".
-        values: Settings of the run. The key `arms` maps the name of each variant to the settings
-            in which the variant differs from the run.
+        values: Content of the paper's file for this run. The key `arms` maps the name of each
+            variant to the settings in which the variant differs from the run.
     """
     if not _RUN_NAME.fullmatch(stem):
         raise ConfigurationError(

@@ -3,8 +3,9 @@
 A configuration is a plain dictionary. OmegaConf objects are only used inside this module.
 
 The key `_target_` contains the import path of a class. Building the class runs its code, so only
-two kinds of classes are allowed: dataclasses of `ssl_bench`, `probes` or `pretrain`, and those that
-an installed package declares as an entry point of a group such as `ssl_bench.probe`.
+two kinds of classes are allowed. The first kind is a dataclass of `ssl_bench`, `probes` or
+`pretrain`. The second kind is a dataclass that an installed package declares as an entry point of a
+group such as `ssl_bench.probe`.
 """
 
 import inspect
@@ -49,8 +50,8 @@ from ssl_bench.system.output import to_plain_json
 TARGET = "_target_"
 # Keys that have a special meaning in Hydra.
 _RESERVED = (TARGET, "_args_", "_partial_", "_recursive_", "_convert_")
-# Overrides that remove the settings of Hydra itself, which we do not use. Composing is then a
-# quarter faster.
+# Overrides that remove the settings of Hydra itself, which this suite does not use. They make
+# composing a quarter faster.
 _REMOVE_HYDRA = [
     f"~hydra/{group}"
     for group in ("help", "hydra_help", "hydra_logging", "job_logging", "launcher", "sweeper")
@@ -71,7 +72,8 @@ def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
         overrides: KEY=VALUE texts in Hydra's grammar.
 
     Returns:
-        A configuration with all keys, including default values of the classes in `_target_`.
+        A configuration with all keys. It includes the default values of the classes whose import
+        paths are in keys `_target_`.
 
     Raises:
         ConfigurationError: An override has an unknown key, chooses an unknown file or has a syntax
@@ -95,10 +97,15 @@ def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
-    """Return the folder of `configs/` whose files a dotted key selects, or None for other keys.
+    """Return the folder of `configs/` in which a dotted key, such as "probe.loss", selects a file.
 
-    If `chosen` is {"probe": "segmentation"}, the key "probe.loss" selects a file in the folder
-    "probe/segmentation/loss". For keys such as "probe" or "probe.tau", the result is None.
+    For example, if `chosen` is {"probe": "segmentation"}, the key "probe.loss" selects a file in
+    the folder "probe/segmentation/loss". If the key selects no file, such as "probe.tau", or has no
+    dot, the result is None.
+
+    Args:
+        key: Config key.
+        chosen: Chosen file of each group, such as the task for "probe".
     """
     owner, _, field = key.partition(".")
     group = f"{owner}/{chosen.get(owner)}/{field}"
@@ -106,7 +113,10 @@ def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
 
 
 def add_data_root(overrides: Sequence[str], root: str | None) -> list[str]:
-    """Return the overrides, preceded by an override of `data.root` unless `root` is None."""
+    """Return KEY=VALUE overrides, preceded by one that sets the data folder `data.root` to `root`.
+
+    If `root` is None, the overrides are returned unchanged.
+    """
     quoted = [] if root is None else ["data.root='" + root.replace("'", "\\'") + "'"]
     return [*quoted, *overrides]
 
@@ -132,10 +142,10 @@ def has_key(config: Mapping[str, Any], key: str) -> bool:
 
 
 def list_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return all keys that can be overridden, such as "probe.training.epochs"."""
+    """Return all keys whose value a user can set, such as "probe.training.epochs"."""
     names = flatten_config(config)
     keys = [key for key in names if not key.endswith(TARGET)]
-    # A component without fields has no keys below it, but its own key can choose another file.
+    # A class without fields has no keys below it, but its own key can choose another file.
     owners = [key.removesuffix(f".{TARGET}") for key in names if key.endswith(f".{TARGET}")]
     return keys + [owner for owner in owners if not any(k.startswith(f"{owner}.") for k in keys)]
 
@@ -143,7 +153,7 @@ def list_keys(config: Mapping[str, Any]) -> list[str]:
 def read_file(file: Path) -> dict[str, Any]:
     """Return the content of a YAML file of `configs/`.
 
-    Other files that its Hydra list `defaults` names are not merged into it.
+    If the file has a list `defaults` of other files, which Hydra would merge, they are not merged.
     """
     values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     return values
@@ -154,7 +164,7 @@ def _join(key: str, name: object) -> str:
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
-    """Parse an override KEY=VALUE in Hydra's grammar.
+    """Parse an override KEY=VALUE in Hydra's grammar, and return the key and the value.
 
     Sweeps over several values are not allowed.
     """
@@ -163,8 +173,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
         raise ConfigurationError(
             f"expected KEY=VALUE, got {format_value(override)}", hint=("ssl-bench", "keys")
         )
-    # "${" can insert an environment variable, which may be secret. Its value would be written to
-    # records, which users publish. "???" stands for a missing value.
+    # "${" can insert an environment variable, which may be secret. Its value would be stored with
+    # the results, which users publish. "???" stands for a missing value.
     if "${" in text or text == "???":
         raise ConfigurationError(
             f"{key[:MAX_NAME_LENGTH]} expects a value, got the placeholder {format_value(text)}"
@@ -203,9 +213,9 @@ def _override_parser() -> OverridesParser:
 
 
 def _all_names(value: Any) -> Iterator[str]:
-    """Yield the names in all keys of nested mappings and lists.
+    """Yield all names in the keys of nested mappings and lists.
 
-    A dotted key contains several names: "probe.tau" contains "probe" and "tau".
+    A dotted key contains several names. For example, "probe.tau" contains "probe" and "tau".
     """
     for name, item in value.items() if isinstance(value, Mapping) else ():
         yield from str(name).split(".")
@@ -220,22 +230,25 @@ def _is_group(key: str) -> bool:
 
 @cache
 def _groups(folder: Path) -> frozenset[str]:
-    """Return the folders of `configs/` with YAML files, such as "probe/segmentation/loss"."""
+    """Return the subfolders of `configs/` with YAML files, such as "probe/segmentation/loss"."""
     groups = (path.parent.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
     return frozenset(groups) - {"."}
 
 
 def _require_file(root: str, group: str, key: str, name: Any) -> None:
-    """Raise ConfigurationError unless a key can have the value `name`.
+    """Check that a user can choose `name` in a group of config files, or else raise an error.
 
     Entry points and the pretraining runs of papers have no file in `configs/`. If `name` is one of
-    them, it is registered with Hydra.
+    them, it is registered with Hydra, so that Hydra can merge it like a file.
 
     Args:
         root: Name of the root file, such as "probing", for the error message.
         group: Folder of `configs/` that contains the valid files, such as "probe".
-        key: The config key, for the error message.
-        name: The chosen value.
+        key: Config key that chooses the file, for the error message.
+        name: The chosen name.
+
+    Raises:
+        ConfigurationError: The name is unknown.
     """
     if name not in (known := choices(group)):
         message = f"unknown {key}={format_value(name)} for {root}"
@@ -253,7 +266,7 @@ def _require_file(root: str, group: str, key: str, name: Any) -> None:
 
 @cache
 def _compose_files(folder: Path, root: str, files: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """Merge a root file with the chosen files, and add the default values of all classes.
+    """Merge a root file of `configs/` with the chosen files, and add default values of all classes.
 
     The result is cached, because Hydra takes 0.1 seconds.
 
@@ -262,8 +275,9 @@ def _compose_files(folder: Path, root: str, files: tuple[tuple[str, str], ...]) 
         root: Name of the root file, such as "probing".
         files: Chosen files, as pairs of a folder and a name such as ("probe", "tokencut").
     """
-    # A file that contains a class, such as probe/segmentation/loss/histogram.yaml, replaces the
-    # whole field `loss`. Hydra would merge it with the protocol, so it is inserted afterwards.
+    # A file that contains a class, such as probe/segmentation/loss/histogram.yaml, must replace the
+    # whole field `loss`. Hydra would merge it with the `loss` of the protocol (a preset), so the
+    # file is inserted after Hydra has merged all other files.
     nested = {
         group: read_file(folder / group / f"{name}.yaml") for group, name in files if "/" in group
     }
@@ -304,22 +318,25 @@ def _set_value(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def build(config: Mapping[str, Any], part: str = "") -> Any:
-    """Build a component of a composed configuration, or all components.
+    """Create the objects that a configuration describes, such as a probe.
 
     Args:
-        config: The configuration.
-        part: Key of the component, such as "probe". If it is "", return a dictionary with all
-            components.
+        config: The configuration, as `compose_config` returns it.
+        part: Key of the object to create, such as "probe". If it is "", return a dictionary with
+            the values of all keys.
     """
     return instantiate(config[part] if part else config, part)
 
 
 def instantiate(value: Any, key: str) -> Any:
-    """Replace each mapping that has a key `_target_` by an instance of the class that it names.
+    """Replace each mapping that has a key `_target_` by an instance of a class.
+
+    `_target_` contains the import path of the class. The other keys of the mapping are its
+    arguments. All other values are returned unchanged.
 
     Args:
-        value: A configuration without references such as ${data.root}.
-        key: Key of the value, for error messages.
+        value: A configuration or a part of it, without references such as ${data.root}.
+        key: Config key of the value, for error messages.
     """
     if isinstance(value, list):
         return [instantiate(item, key) for item in value]
@@ -345,11 +362,16 @@ def instantiate(value: Any, key: str) -> Any:
 
 
 def component_class(address: Any, key: str) -> type:
-    """Import a component class from its import path, such as "probes.knn.KNN".
+    """Import a class that a configuration may use, from its import path.
 
     Args:
-        address: Import path of a dataclass of this repository, or of an entry point.
+        address: Import path, such as "probes.knn.KNN". It must belong to a dataclass of this
+            repository or to an entry point of an installed package.
         key: Config key of the import path, for error messages.
+
+    Raises:
+        ConfigurationError: The class is not allowed.
+        BrokenFile: The file of the class cannot be imported.
     """
     address = _MOVED.get(str(address), address)
     package, name = str(address).partition(".")[0], str(address).rpartition(".")[2]
@@ -391,14 +413,14 @@ def _load_component(point: metadata.EntryPoint) -> type:
 
 
 def fill_defaults(value: Any, key: str) -> Any:
-    """Add the default values of class fields to each mapping that has a key `_target_`.
+    """Return a configuration in which mappings with a key `_target_` have all default values.
 
-    `_target_` contains the import path of the class. All of its fields can then be overridden,
-    except fields without a default value.
+    `_target_` contains the import path of a class. The default values of its fields are added, so
+    that users can override all of these fields.
 
     Args:
-        value: A configuration, which is not modified.
-        key: Key of the value, for error messages.
+        value: A configuration or a part of it, which is not modified.
+        key: Config key of the value, for error messages.
     """
     if isinstance(value, list):
         return [fill_defaults(item, key) for item in value]
@@ -413,7 +435,7 @@ def fill_defaults(value: Any, key: str) -> Any:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """Return the default values of the fields of a dataclass, without fields that have none."""
+    """Return the default values of a dataclass by field name. Fields without one are left out."""
     values = {item.name: get_default(item) for item in fields(kind) if item.init}
     return {name: value for name, value in values.items() if value is not MISSING}
 
@@ -424,7 +446,10 @@ def get_default(item: Field[Any]) -> Any:
 
 
 def _to_plain(default: Any) -> Any:
-    """Convert a default value to YAML types. A dataclass becomes a mapping with `_target_`."""
+    """Convert a default value to YAML types.
+
+    A dataclass instance becomes a mapping with the import path of its class in `_target_`.
+    """
     if is_dataclass(default):
         values = {item.name: getattr(default, item.name) for item in fields(default) if item.init}
         address = f"{type(default).__module__}.{type(default).__qualname__}"
@@ -435,13 +460,18 @@ def _to_plain(default: Any) -> Any:
 
 
 def describe_keys(config: Any, key: str = "") -> dict[str, tuple[str, str]]:
-    """Return the allowed values and the meaning of each key of a configuration.
+    """Describe the allowed values and the meaning of each key of a configuration.
 
     Only keys that set a field of a class are included.
 
+    Args:
+        config: A configuration or a part of it.
+        key: Config key of this part, or "" for the whole configuration.
+
     Returns:
-        Two texts for each full key, each of which may be empty: the allowed values, such as "a
-        number in [0, 1]", and the first sentence about the field in the docstring of its class.
+        Two texts for each full key such as "probe.tau", each of which may be empty. The first text
+        states the allowed values, such as "a number in [0, 1]". The second text is the first
+        sentence about the field in the docstring of its class.
     """
     if not isinstance(config, Mapping):
         return {}
@@ -461,9 +491,10 @@ def describe_keys(config: Any, key: str = "") -> dict[str, tuple[str, str]]:
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
-    """Return the first sentence about each attribute, from the docstrings of a class and its bases.
+    """Return the first sentence about each attribute of a class, from its docstring.
 
-    Only the section "Attributes" or "Args" is read. Subclasses take precedence over base classes.
+    The docstrings of base classes are read too. Only the section "Attributes" or "Args" is used. If
+    several classes describe an attribute, the text of the subclass is returned.
     """
     docs = {}
     for base in reversed(kind.__mro__):
@@ -480,8 +511,12 @@ def attribute_docs(kind: type) -> dict[str, str]:
 def list_protocols(task: str, probe: type) -> list[str]:
     """Return the names that `probe.protocol` accepts, or an empty list if it accepts any text.
 
-    A protocol is a named set of settings. The names are those of the task's protocol files. If
-    there are no files, they are the literals in the type of the field `protocol`.
+    A protocol is a named preset of settings. Most tasks with several protocols have a file for each
+    one. If there are no files, the names are read from the type of the probe's field `protocol`.
+
+    Args:
+        task: Name of the task.
+        probe: Class of the probe.
     """
     kind = next((item.type for item in fields(probe) if item.name == "protocol"), None)
     literals = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
@@ -489,19 +524,18 @@ def list_protocols(task: str, probe: type) -> list[str]:
 
 
 def protocol_group(task: str) -> str:
-    """Return the path of the folder in `configs/` for a task's protocol files.
+    """Return the subfolder of `configs/` that contains the protocol files of a task.
 
-    A protocol file contains a preset of a probe's settings. For most tasks, this folder does not
-    exist.
+    A protocol file contains a preset of settings. Tasks without protocol files have no such folder.
     """
     return f"probe/{task}/protocol"
 
 
 def changed_settings(probe: Any) -> dict[str, Any]:
-    """Return the settings of a probe that differ from its protocol, a named set of settings.
+    """Return the settings of a probe that differ from its protocol, a named preset of settings.
 
-    A field that no protocol file sets is compared with its default value in the probe's class. The
-    result is empty if the protocol is unknown or if the probe is not a dataclass.
+    A field that the protocol does not set is compared with its default value. The result is empty
+    if the protocol is unknown or if the probe is not a dataclass.
     """
     if (values := load_protocol_values(probe)) is None:
         return {}
@@ -521,10 +555,10 @@ def changed_settings(probe: Any) -> dict[str, Any]:
 
 
 def load_protocol_values(probe: Any) -> dict[str, Any] | None:
-    """Return the value of each field of a probe according to its protocol, a named set of settings.
+    """Return the field values of a probe in its protocol, a named preset of settings.
 
-    Fields that no protocol file sets have the default values of the probe's class. The result is
-    None if the protocol is unknown or if the probe is not a dataclass.
+    Fields that the protocol does not set have their default values. Changes by the user are not
+    included. The result is None if the protocol is unknown or if the probe is not a dataclass.
     """
     known = choices(protocol_group(probe.task))
     if not is_dataclass(type(probe)) or (known and probe.protocol not in known):
@@ -534,21 +568,29 @@ def load_protocol_values(probe: Any) -> dict[str, Any] | None:
 
 
 def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
-    """Return the fields of a probe that a protocol file (a preset of settings) sets.
+    """Return the values of the fields that a protocol file (a preset of settings) sets, by name.
 
-    Mappings with a key `_target_` become instances of the class that it names.
+    A mapping with a key `_target_`, which contains the import path of a class, becomes an instance
+    of this class.
+
+    Args:
+        probe: The probe, whose task determines the folder of the file.
+        protocol: Name of the protocol.
     """
     file = config_folder() / protocol_group(probe.task) / f"{protocol}.yaml"
     return instantiate(read_file(file), "probe")
 
 
 def fill_in_guesses(probe: Any, guesses: Sequence[str]) -> list[str]:
-    """Insert the settings of a probe into texts about the choices of its protocol.
+    """Replace names of settings such as "$epochs" in texts by the values of a probe's settings.
 
-    A protocol is a named set of settings, such as "dinov2". Each text (guess) describes a choice
-    that the authors of the protocol do not state, such as "$epochs epochs over these crops". Here,
-    `$epochs` is replaced by the probe's setting `epochs`. Texts that mention a setting which the
-    probe does not have are left out.
+    Each text (guess) describes a choice that the authors of a published protocol do not state. An
+    example is "$epochs epochs over these crops". A text that mentions a setting which the probe
+    does not have is left out.
+
+    Args:
+        probe: The probe.
+        guesses: The texts.
     """
     values = {name: _format_setting(value) for name, value in probe.settings().items()}
     applicable = [

@@ -1,9 +1,9 @@
-"""Types that define the allowed values of configured fields, and functions that check the values.
+"""Define types that state the allowed values of config fields, and check values against them.
 
 For example, a field of type `Fraction` accepts numbers in [0, 1]. A dataclass calls
 `check_fields(self, "probe")` in `__post_init__` to check all of its fields. In a field of type
-float, a whole number is converted to a float. Settings identify results, so 1 and 1.0 must be the
-same setting.
+float, a whole number is converted to a float. The reason is that settings identify results, so 1
+and 1.0 must be the same setting.
 
 We do not use pydantic, because its lax mode reads the text "3" as the number 3.
 """
@@ -29,7 +29,11 @@ _SHORT.maxlist = 12
 class Bounds:
     """An interval of allowed numbers.
 
-    `allow_low` and `allow_high` state whether the ends `low` and `high` themselves are allowed.
+    Attributes:
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        allow_low: Whether the number `low` itself is allowed.
+        allow_high: Whether the number `high` itself is allowed.
     """
 
     low: int | float
@@ -126,7 +130,10 @@ def check_fields(component: Any, key: str) -> None:
 
 
 def _field_types(component: Any) -> dict[str, Any]:
-    """Return the type of each field. Leave out fields whose annotation cannot be evaluated."""
+    """Return the type of each field of a dataclass instance, by the name of the field.
+
+    Fields whose annotation is a text that cannot be evaluated are left out.
+    """
     types = {item.name: item.type for item in fields(component)}
     if not any(isinstance(kind, str) for kind in types.values()):
         return types
@@ -139,13 +146,18 @@ def _field_types(component: Any) -> dict[str, Any]:
 
 
 def require_type(key: str, kind: Any, value: Any) -> Any:
-    """Check that a value is allowed by a type annotation, and return the converted value.
+    """Check that a type annotation allows a value, and return the value or a converted value.
 
-    For example, a whole number becomes a float if the type is float (see `check_fields`).
+    A whole number becomes a float if the type is float. A single number becomes a list if the type
+    is a list.
+
+    Args:
+        key: Config key of the value, such as "probe.tau", for the error message.
+        kind: Type annotation, such as `Fraction` or `int | None`.
+        value: The value to check.
 
     Raises:
-        ConfigurationError: The value is not allowed. The message states the key, such as
-            "probe.tau", and the allowed values.
+        ConfigurationError: The value is not allowed. The message states the allowed values.
     """
     try:
         return _convert(kind, value)
@@ -222,7 +234,10 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as a user would write it on the command line. Long values are shortened."""
+    """Return a value as a user would write it on the command line, such as "true" or "[1,2]".
+
+    Long values are shortened.
+    """
     if isinstance(value, (list, tuple)):
         more = ["..."] if len(value) > _SHORT.maxlist else []
         return f"[{','.join([*map(format_value, value[: _SHORT.maxlist]), *more])}]"

@@ -15,16 +15,20 @@ from ssl_bench.system.process import reraise_out_of_memory
 
 MAX_PACKED_BYTES = 2**30
 _COLUMNS = ("file", "record", "images")
-# Parquet files of older versions lack this column and the number of rows.
+# Name of the column of row digests, and metadata key of the number of rows. Parquet files of older
+# versions lack both.
 _ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
 
 
 class Row(NamedTuple):
-    """Row of `records.parquet`: the content of a JSON file and of its `.npz` file, if there is one.
+    """One row of `records.parquet`. It replaces the JSON file and the `.npz` file of one record.
+
+    A record is the stored result of one evaluation.
 
     Attributes:
-        content: Content of the JSON file.
-        images: Content of the `.npz` file with per-image values. None if there is no such file.
+        content: Content of the JSON file, which contains the record.
+        images: Content of the `.npz` file, which contains per-image values. None if the record has
+            no such file.
         digest: SHA-256 of the JSON file's path, `content` and `images`. None if an older version
             wrote the row.
     """
@@ -35,11 +39,15 @@ class Row(NamedTuple):
 
 
 def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]:
-    """Read the rows of a Parquet file of records.
+    """Read the rows of a Parquet file of records, which are stored results.
+
+    Args:
+        root: Folder of results.
+        path: Path of the Parquet file.
 
     Returns:
-        The valid rows, and the damaged rows, which do not match their digests. The keys are the
-        paths of the rows' former JSON files, below `root`.
+        Two dictionaries: the valid rows, and the damaged rows, which do not match their digests.
+        The keys are the paths of the JSON files that the rows replace.
 
     Raises:
         DataError: The Parquet file cannot be read, or its number of rows differs from the number
@@ -53,7 +61,7 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]
         number, has_digests = str(table.num_rows).encode(), _ROW_DIGEST in table.column_names
         digests = table.column(_ROW_DIGEST).to_pylist() if has_digests else [None] * table.num_rows
         if (table.schema.metadata or {}).get(_NUM_ROWS, number) != number:
-            raise ValueError(f"found {table.num_rows} rows, but its metadata state another number")
+            raise ValueError(f"found {table.num_rows} rows, but the metadata states another number")
         valid, damaged = {}, {}
         for file, record, images, digest in zip(*columns, digests, strict=True):
             row = Row(record, images, digest)
@@ -69,12 +77,13 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]
 
 
 def write_rows(file: BinaryIO, root: Path, rows: Mapping[Path, Row]) -> None:
-    """Write the rows of a Parquet file of records.
+    """Write a Parquet file of records, which are stored results.
 
     Args:
         file: The Parquet file, open for writing.
         root: Folder of results.
-        rows: The rows by the paths of their JSON files, which are below `root`.
+        rows: The rows, by the paths of the JSON files that they replace. These paths are below
+            `root`.
     """
     names = [os.fsencode(path.relative_to(root).as_posix()) for path in rows]
     digests = [
@@ -99,5 +108,5 @@ def write_rows(file: BinaryIO, root: Path, rows: Mapping[Path, Row]) -> None:
 
 def _row_digest(file: bytes, row: Row) -> bytes:
     parts = (file, row.content, b"" if row.images is None else b"." + row.images)
-    # The parts are hashed separately, so that moving a byte to the next part changes the result.
+    # The parts are hashed separately, so that moving a byte to the next part changes the digest.
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()

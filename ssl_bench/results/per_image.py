@@ -1,4 +1,4 @@
-"""Per-image values of results, from which metrics, intervals and the best block are computed."""
+"""Compute metrics, confidence intervals and the best block from per-image values of results."""
 
 import math
 import re
@@ -31,19 +31,20 @@ from ssl_bench.scores import (
 )
 
 NUM_FOLDS = 5
-"""Number of folds of images when the best block is chosen on held-out images."""
+"""Number of folds into which images are split to choose the best block on held-out images."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The way in which a metric in percent is computed from per-image values, such as hits.
+    """A rule that computes a metric in percent from per-image values.
 
-    `PerImageKind` lists the names of all kinds.
+    For example, the rule "hits" computes the percentage of images with the value 1. `PerImageKind`
+    lists the names of all rules.
 
     Attributes:
         shape: Shape of the values of one image. None stands for any length.
-        value: Function that computes the metric.
-        estimate: Function that computes the metric and the data for its confidence interval.
+        value: Function that computes the metric from the values of several images.
+        estimate: Function that also returns the data for the confidence interval of the metric.
     """
 
     shape: tuple[int | None, ...]
@@ -54,12 +55,23 @@ class Kind:
 def _score_of_sums(
     score: Callable[[Any], Any], shape: tuple[int | None, ...], estimate: Callable[[Any], Estimate]
 ) -> Kind:
-    """Return the `Kind` of a metric that is computed from sums over images, such as the mIoU."""
+    """Return the rule for a metric that is computed from counts summed over images, such as mIoU.
+
+    Args:
+        score: Function that computes the metric from the summed counts.
+        shape: Shape of the counts of one image. None stands for any length.
+        estimate: Function that computes the metric and the data for its confidence interval.
+    """
     return Kind(shape, lambda per_image: float(score(per_image.sum(0, dtype=np.int64))), estimate)
 
 
 def _mean_of_scores(score: Callable[[Any], Any], shape: tuple[int | None, ...]) -> Kind:
-    """Return the `Kind` of a metric that averages the scores of the images."""
+    """Return the rule for a metric that is the mean score of single images.
+
+    Args:
+        score: Function that computes the score of each image in percent from its values.
+        shape: Shape of the values of one image. None stands for any length.
+    """
     return Kind(
         shape,
         lambda per_image: float(score(per_image).mean()),
@@ -112,10 +124,11 @@ _KINDS_OF_OLD_METRICS = {
 
 
 def guess_kind(metric: str, per_image: PerImage) -> str:
-    """Guess the kind of per-image values, such as "hits", for a record that does not state it.
+    """Guess the kind of per-image values, such as "hits", for an old record that lacks it.
 
-    Early versions stored percentages as floats and hits as one integer for each image. For other
-    shapes, the name of the metric determines the kind.
+    The kind is the rule that computes the metric from the values. A record is the stored result of
+    one evaluation. Early versions stored percentages as floats, and hits as one integer for each
+    image. For other values, the name of the metric determines the kind.
     """
     if per_image.dtype.kind == "f":
         return "percent"
@@ -126,10 +139,10 @@ def guess_kind(metric: str, per_image: PerImage) -> str:
 
 
 def matches_record(per_image: PerImage, record: Record) -> bool:
-    """Return whether per-image values match their record.
+    """Return whether per-image values match their record, which is a stored result.
 
-    The metric that is computed from them must equal the recorded value up to rounding. The values
-    must also have the shape of a known kind (see `PerImageKind`). Pixel counts must be consistent.
+    The metric that is computed from them must equal the value in the record, up to rounding. The
+    values must also have the shape that `PerImageKind` describes. Pixel counts must be consistent.
     For example, a class cannot have more correct pixels than predicted pixels.
     """
     kind = _KINDS.get(record.per_image_kind or guess_kind(record.metric, per_image))
@@ -161,10 +174,10 @@ class ImageCurve:
     Attributes:
         metric: Name of the metric.
         per_image: Per-image values by block index.
-        is_ranked: Whether a higher value is better. See `Record.is_ranked`.
-        kind: Kind of the values, one of `PerImageKind`. None if the records do not state it.
+        is_ranked: Whether a higher value of the metric is better.
+        kind: Kind of the values, one of `PerImageKind`. None if the stored results lack it.
         degenerate: Percentage of degenerate images, whose result is arbitrary, by block index.
-            Blocks without a recorded percentage are left out.
+            Blocks without a stored percentage are left out.
     """
 
     metric: str
@@ -175,10 +188,10 @@ class ImageCurve:
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """Indices of the blocks that can be reported as best.
+        """Indices of the blocks that may be reported as best.
 
-        Blocks with too many degenerate images, whose result is arbitrary, are left out. If a higher
-        value of the metric is not better, there are no candidates.
+        A block is left out if the results of too many images are arbitrary (degenerate). If a
+        higher value of the metric is not better, no block may be reported as best.
         """
         if not self.is_ranked:
             return ()
@@ -191,7 +204,9 @@ class ImageCurve:
         return self._kind(per_image).estimate(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
-        """Return the index of the best block among `candidates`, which must not be empty.
+        """Return the index of the block with the highest metric.
+
+        Only blocks in `candidates`, which must not be empty, are compared.
 
         Args:
             images: Indices of the images from which the metric is computed (default: all).
@@ -206,8 +221,8 @@ class ImageCurve:
         must be in `candidates`.
 
         Returns:
-            For each image, the values of the block that was chosen for its fold. Also the index of
-            the chosen block of each fold.
+            The values of each image, taken from the block that was chosen for its fold. Also the
+            index of the chosen block for each fold.
         """
         first = next(iter(self.per_image.values()))
         order = np.random.default_rng(0).permutation(len(first))
@@ -226,36 +241,37 @@ class ImageCurve:
 
     @cached_property
     def best(self) -> int:
-        """Index of the best block in `candidates`, or of the last block if there are none."""
+        """Index of the best block, or of the last block if none may be reported as best."""
         return self.best_layer() if self.candidates else max(self.per_image)
 
     @cached_property
     def blocks(self) -> Mapping[int, Estimate]:
-        """Metric of each block, with the data for its confidence interval."""
+        """The metric by block index, with the data for its confidence interval."""
         return {layer: self.estimate(values) for layer, values in self.per_image.items()}
 
     @property
     def held_out(self) -> Estimate:
-        """Metric if no image is scored with a block that was chosen on this image.
+        """Metric of blocks that are chosen without the images on which they are scored.
 
-        The images are split into folds. Each fold is scored with the block that is best on the
-        other folds. If no block can be reported as best, this is the metric of the last block.
+        This is a cross-validation. The images are split into folds, and each fold is scored with
+        the block that is best on the other folds. If no block may be reported as best, this is the
+        metric of the last block.
         """
         return self._held_out[0]
 
     @property
     def held_out_layers(self) -> tuple[int, ...]:
-        """Index of the block that is best on the other folds, for each fold of images.
+        """For each fold of images, the index of the block that is best on the other folds.
 
-        If no block can be reported as best, the only entry is the last block.
+        If no block may be reported as best, the only entry is the index of the last block.
         """
         return self._held_out[1]
 
     @property
     def held_out_degenerate_percent(self) -> float | None:
-        """Percentage of degenerate images, averaged over the blocks in `held_out_layers`.
+        """Percentage of degenerate images, averaged over the blocks that the folds choose.
 
-        The result of a degenerate image is arbitrary. None if no percentage was recorded.
+        The result of a degenerate image is arbitrary. None if no percentage is stored.
         """
         # The sizes of the folds differ by at most one image, so each fold has the same weight.
         percents = [self.degenerate[n] for n in self.held_out_layers if n in self.degenerate]
@@ -277,11 +293,12 @@ class ImageCurve:
 def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
     """Read the per-image values of one metric for each block of an encoder.
 
-    A block is left out if it has no stored values, or if they do not match its record.
+    A block is left out if it has no per-image values, or if they do not match its record.
 
     Args:
         store: Folder of results.
-        records: Records that share the metric, the encoder and the seed, at most one per block.
+        records: Records (stored results) of the same metric, encoder and seed, at most one for each
+            block.
     """
     if not records:
         return ImageCurve("", {})
@@ -294,10 +311,14 @@ def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 
 
 def check_values(store: ResultStore, records: Iterable[Record]) -> None:
-    """Add each file of per-image values that does not match its record to `store.damaged`.
+    """Find files of per-image values that do not match their records, and add them to `damaged`.
 
     Only older records are checked. Newer records contain a digest of the file, which is checked
     whenever the file is read.
+
+    Args:
+        store: Folder of results. Its attribute `damaged` lists the files.
+        records: Records (stored results) in this folder.
     """
     for record in records:
         if record.record_sha256 is None:
@@ -307,8 +328,8 @@ def check_values(store: ResultStore, records: Iterable[Record]) -> None:
 def load_matching_values(store: ResultStore, record: Record) -> PerImage | None:
     """Return the per-image values of a record, or None if they are missing or do not match it.
 
-    The path of a file that does not match is added to `store.damaged`, unless the recorded metric
-    is undefined (NaN).
+    A record is the stored result of one evaluation. If the values do not match it, their path is
+    added to `store.damaged`, unless the metric in the record is undefined (NaN).
     """
     per_image = store.per_image(record)
     if per_image is None or matches_record(per_image, record):

@@ -1,4 +1,4 @@
-"""Records, which store one result each: their fields, and how their files are read and checked."""
+"""Define records, which store one result each, and read and check their files."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from ssl_bench.system.files import file_name
 from ssl_bench.system.output import is_file_name, to_plain_json
 
 PerImage = Shaped[np.ndarray, "images *values"]
-"""One value, or several, for each scored image. The metric can be recomputed from them."""
+"""One or several values for each scored image, from which the metric can be recomputed."""
 
 PerImageKind = Literal[
     "hits",
@@ -62,7 +62,7 @@ SUPERVISED = "supervised"
 """Value of `Record.task` in the records of supervised pretraining. No probe has this name."""
 
 ENCODER_FIELDS = ("checkpoint_sha256", "architecture", "mean", "std")
-"""Fields of a record that identify its encoder."""
+"""Fields of a record (a stored result) that identify its encoder."""
 
 INFINITY_AS_JSON = "inf"
 
@@ -80,7 +80,10 @@ _MAX_SETTING_CHARACTERS = 24
 class TrainingImages:
     """The images on which a probe was trained before it was evaluated on other images.
 
-    `fingerprint` is a digest that identifies the images and their annotations.
+    Attributes:
+        split: Name of the dataset split, such as "train".
+        fingerprint: Digest that identifies the images and their annotations.
+        num_images: Number of images.
     """
 
     split: str
@@ -94,9 +97,13 @@ class TrainingImages:
 
 @dataclass(frozen=True)
 class RecordedCorruption:
-    """The corruption of the scored images, with its severity from 1 (mild) to 5 (strong).
+    """The corruption of the scored images, such as snow.
 
-    `dataset` and `fingerprint` (a digest) identify the images before the corruption.
+    Attributes:
+        name: Name of the corruption.
+        severity: Severity from 1 (mild) to 5 (strong).
+        dataset: Name of the images before the corruption.
+        fingerprint: Digest that identifies these images and their annotations.
     """
 
     name: str
@@ -110,15 +117,16 @@ class Baseline:
     """An image-independent baseline, such as the most frequent class, and its score.
 
     Attributes:
-        answer: Short description, such as "centre box".
-        value: Score on the images of the record, in the metric and unit of the record.
+        answer: Short description of what is always predicted, such as "centre box".
+        value: Score of the baseline, in the same metric and on the same images as the result with
+            which it is stored.
     """
 
     answer: str
     value: float
 
     def as_details(self) -> dict[str, Any]:
-        """Return the entry of `Record.details` that stores this baseline."""
+        """Return this baseline as a dictionary, to be stored in `Record.details`."""
         return {_BASELINE: asdict(self)}
 
     @classmethod
@@ -129,10 +137,11 @@ class Baseline:
 
     @classmethod
     def best(cls, values: Mapping[str, float]) -> "Baseline":
-        """Return the baseline with the highest score. If several have it, return the first one.
+        """Return the baseline with the highest score, or the first of them if several have it.
 
         Args:
-            values: Score of each baseline by its description. NaN counts as the lowest score.
+            values: Score of each baseline by its description, such as "centre box". NaN counts as
+                the lowest score.
         """
         best = max(values, key=lambda name: -math.inf if math.isnan(values[name]) else values[name])
         return cls(best, values[best])
@@ -143,7 +152,7 @@ class Baseline:
 
         Args:
             counts: Number of scored images of each class.
-            top: Number of classes that are predicted.
+            top: Number of classes that are predicted for each image, such as 5 for top-5 accuracy.
         """
         share = 100.0 * sum(sorted(counts, reverse=True)[:top]) / sum(counts)
         return cls("most frequent class" if top == 1 else f"{top} most frequent classes", share)
@@ -159,13 +168,14 @@ def is_degenerate(percent: float | None) -> bool:
 
 
 def block_stride(architecture: Mapping[str, Any], layer: int) -> int | None:
-    """Return the distance between neighbouring tokens of a block in pixels (stride).
+    """Return the stride of a block: the distance between neighbouring tokens in pixels.
 
     Return None if all blocks have the same stride, as in a ViT, or if the strides are unknown.
 
     Args:
-        architecture: Field `architecture` of a record.
-        layer: Index of the block.
+        architecture: Description of an encoder, from the field `architecture` of `ResultKey`. Its
+            entry "strides" lists the stride of each block.
+        layer: Block index, 0-based.
     """
     strides = architecture.get("strides")
     if not isinstance(strides, (list, tuple)) or not 0 <= layer < len(strides):
@@ -178,15 +188,15 @@ def block_stride(architecture: Mapping[str, Any], layer: int) -> int | None:
 class ResultKey:
     """The identity of a result: all fields that affect its value.
 
-    Fields that do not affect the value, such as the device, are only in `Record`.
+    Fields that do not affect the value, such as the device, are only part of the subclass `Record`.
 
     Attributes:
         task: Name of the probe, such as "knn".
-        dataset: Name of the dataset. The name of a subset states its number of images.
+        dataset: Name of the dataset. The name of a subset contains its number of images.
         split: Name of the scored split of the dataset, such as "val".
         layer: Block index, from 0.
         facet: Kind of feature of the block, such as "token", "key" or "cls".
-        protocol: Name of a predefined set of probe settings.
+        protocol: Name of a preset of probe settings.
         metric: Name of the metric, such as "corloc".
         checkpoint_sha256: SHA-256 of the weights.
         architecture: Description of the encoder's forward pass without the weights.
@@ -227,7 +237,7 @@ class ResultKey:
         return hash(self.digest)
 
     def record(self, **measured: Any) -> "Record":
-        """Create a record of the result that this key identifies.
+        """Create the record (stored result) that this key identifies.
 
         Args:
             measured: Fields of `Record` that the key does not have, such as `value`.
@@ -238,7 +248,13 @@ class ResultKey:
         return f"layer{self.layer:02d}-{self.facet}-{self.metric}-{self.digest}.json"
 
     def relative_path(self) -> tuple[str, str, str]:
-        """Return the path of the record's file below `records`: two folders and the file name."""
+        """Return the path of the result's JSON file below the folder `records`.
+
+        It consists of two folders and the file name: task, dataset, file.
+
+        Raises:
+            DataError: A name cannot be part of a file name.
+        """
         for name in (self.task, self.facet, self.metric):
             if not is_file_name(name):
                 raise DataError(
@@ -249,7 +265,13 @@ class ResultKey:
 
 
 class RecordedEncoder(NamedTuple):
-    """The identity of an encoder and its name in tables, as stated in its records."""
+    """The identity of an encoder and its name in tables, as stored with its results.
+
+    Attributes:
+        encoder_id: Digest of the fields that identify the encoder.
+        model: Name of the encoder in tables.
+        checkpoint_sha256: SHA-256 of the weights.
+    """
 
     encoder_id: str
     model: str
@@ -271,16 +293,17 @@ class Record(ResultKey):
         git_commit: Commit of ssl-bench, or None if it is unknown.
         torch: Version of PyTorch.
         device: Device, with the number of CPU threads or whether a GPU uses TF32.
-        seconds: Wall-clock time of the pass over the images, which may compute several results.
+        seconds: Wall-clock time from the start of the probe until this result was computed. The
+            probe may compute several results at once.
         created: Time at which the record was created, in UTC and ISO 8601.
         details: Further output of the probe, such as the IoU of each class.
         unit: "%", or "" for a plain number.
-        changed: The settings that differ from those of the protocol, a preset.
+        changed: The settings that differ from those of the protocol, which is a preset of settings.
         per_image_kind: Kind of the per-image values, one of `PerImageKind`, or None without such
             values.
         per_image_sha256: Digest of the file of per-image values, or None if there is no such file.
-        record_sha256: Digest of the rest of the record's file, as stated in this file. It was
-            verified when the file was read.
+        record_sha256: Digest of all other fields in the record's file. It is stored in this file
+            and verified when the file is read.
 
     The last three fields are None if an older version wrote the record.
     """
@@ -315,18 +338,24 @@ class Record(ResultKey):
     def degenerate_percent(self) -> float | None:
         """Percentage of degenerate images, whose result is arbitrary.
 
-        None if the task has no degenerate images.
+        None if the task does not count degenerate images.
         """
         return self.details.get("degenerate_percent")
 
     @property
     def stride(self) -> int | None:
-        """The distance between the block's neighbouring tokens in pixels (see `block_stride`)."""
+        """The distance between neighbouring tokens of the block in pixels.
+
+        None if all blocks of the encoder have the same stride, as in a ViT.
+        """
         return block_stride(self.architecture, self.layer)
 
     @property
     def protocol_label(self) -> str:
-        """Text for tables that names the protocol (preset) and the settings that differ from it."""
+        """Text for tables that states the protocol and the settings that differ from it.
+
+        A protocol is a preset of settings. An example of the text is "dinov2, image_size=448".
+        """
         changes = [f"{name}={_shorten(value)}" for name, value in sorted(self.changed.items())]
         return ", ".join([self.protocol, *changes])
 
@@ -350,13 +379,14 @@ class Record(ResultKey):
         return None if setting is None else RecordedCorruption(**setting)
 
     def key(self) -> ResultKey:
-        """Return the key that identifies the result of this record, and that can be hashed."""
+        """Return the key that identifies this result, without the value and other measurements."""
         return ResultKey(**{name: getattr(self, name) for name in _KEY_FIELDS})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object, with "inf" for infinity and None for NaN.
+        """Return the fields as JSON types, with "inf" for infinity and None for NaN.
 
-        `per_image_sha256` and `record_sha256` are left out.
+        `per_image_sha256` and `record_sha256` are left out, because the store adds them when it
+        writes the files.
         """
         values = {name: value for name, value in asdict(self).items() if name not in _FILE_DIGESTS}
         return to_plain_json(values, infinity=INFINITY_AS_JSON)
@@ -370,15 +400,14 @@ _VERSIONS = ("metric_version", "pipeline_version")
 
 
 def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -> str:
-    """Return the digest that identifies a result: 16 hexadecimal digits of the SHA-256 of its key.
+    """Return 16 hexadecimal digits that identify a result, from the SHA-256 of its key as JSON.
 
-    The key is converted to JSON. Version numbers are left out if they are 1, so that the digests of
-    older records stay valid.
+    Version numbers are left out if they are 1, so that the digests of older results stay valid.
 
     Args:
-        key: The key.
+        key: All fields that affect the value of the result.
         json_texts: JSON texts of some fields by name, if the caller already has them. They must be
-            results of `canonical_json`, which also converts all other fields.
+            results of `canonical_json`. All other fields are converted by this function.
     """
     texts = json_texts or {}
     items = (
@@ -398,10 +427,10 @@ def canonical_json(value: Any) -> str:
 
 
 def encoder_id(identity: Mapping[str, Any]) -> str:
-    """Return the id of an encoder, which is the SHA-256 of its identity as JSON.
+    """Return the id of an encoder: the SHA-256 of the fields that identify it, as JSON.
 
     Args:
-        identity: The fields `ENCODER_FIELDS` of a record.
+        identity: The values of the fields in `ENCODER_FIELDS`, such as `checkpoint_sha256`.
     """
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
@@ -412,7 +441,7 @@ def _shorten(value: Any) -> str:
 
 
 OLD_FORMAT = "old format without the identity of the encoder and the training images"
-"""Reason why a record of an early version cannot be read, for messages."""
+"""Text for messages: the reason why a record of an early version cannot be read."""
 
 MAX_FILE_BYTES = 16 * 2**20
 """Maximum size, in bytes, of a record's file and of a file with image ids."""
@@ -427,8 +456,8 @@ _MAPPINGS = ("settings", "details", "architecture", "changed")
 _TYPES: dict[Any, tuple[type, ...]] = {
     str: (str,), int: (int,), float: (int, float), str | None: (str, NoneType)
 }  # fmt: skip
-# JSON types of each field. None stands for pairs and triples of numbers, which are checked
-# separately.
+# Allowed Python types of each field after the JSON text is parsed. None stands for pairs and
+# triples of numbers, which are checked separately.
 _FIELD_TYPES = {
     item.name: (dict,) if item.name in _MAPPINGS else _TYPES.get(item.type)
     for item in fields(Record)
@@ -439,12 +468,12 @@ _RECORD_DIGEST_LINE = re.compile(rb'\n "record_sha256": "[0-9a-f]{64}",')
 
 
 def text_with_digest(content: Mapping[str, Any]) -> str:
-    """Return the JSON text of a record's file.
+    """Return the JSON text of a record's file. A record is a stored result.
 
     The field `record_sha256`, which contains the digest of all other fields, is added.
 
     Args:
-        content: Fields of the record.
+        content: Fields of the record as JSON types.
     """
     digest = hashlib.sha256(_file_text(content)).hexdigest()
     return _file_text({**content, "record_sha256": digest}).decode()
@@ -455,7 +484,10 @@ def _file_text(content: Mapping[str, Any]) -> bytes:
 
 
 def _require_digest(content: bytes, expected: str) -> None:
-    """Raise ValueError if the content of a record's file does not match the expected digest."""
+    """Raise ValueError if the content of a record's JSON file does not match the expected digest.
+
+    A different layout of white space is accepted.
+    """
     # First check the file as it is, which is fast. If the digest differs, perhaps only the white
     # space has changed, so restore the white space and check again.
     if hashlib.sha256(_RECORD_DIGEST_LINE.sub(b"", content, count=1)).hexdigest() != expected:
@@ -465,11 +497,14 @@ def _require_digest(content: bytes, expected: str) -> None:
 
 
 class RecordReader:
-    """Parser of record files. Equal values of several records, such as settings, share an object.
+    """Parser of JSON files that contain a record, which is a stored result.
+
+    If several records have equal settings, they share one settings object to save memory. The same
+    holds for some other fields.
 
     Attributes:
-        checked_folders: Folders of records that were already checked for links. See
-            `open_untrusted`.
+        checked_folders: Folders that were already checked for symbolic links, which the store does
+            not follow.
     """
 
     def __init__(self) -> None:
@@ -479,16 +514,16 @@ class RecordReader:
         self._shared: dict[str, tuple[Any, str]] = {}
 
     def parse(self, content: bytes, path: Path) -> Record:
-        """Parse and check the content of a record's file.
+        """Parse and check the content of a JSON file that contains a record (a stored result).
 
         Args:
             content: The content.
-            path: Path of the file. For a record in `records.parquet`, the path of its former JSON
-                file.
+            path: Path of the file. If the record is stored in `records.parquet`, this is the path
+                of the JSON file that it replaces.
 
         Raises:
             ValueError, TypeError, KeyError, OverflowError, RecursionError: The content is not a
-                valid record, or the file does not have the name of this record.
+                valid record, or the name of the file belongs to another record.
         """
         values = _parse_fields(content)
         keys = {name: f"{name} {values[name]!r}" for name in _SHARED_FIELDS if name in values}
@@ -502,7 +537,9 @@ class RecordReader:
         if not 0 <= record.layer < record.depth:
             raise ValueError(f"layer is {record.layer}, expected 0 to {record.depth - 1}")
         if not _FINGERPRINT.fullmatch(record.dataset_fingerprint):
-            raise ValueError(f"dataset_fingerprint is {record.dataset_fingerprint!r}")
+            raise ValueError(
+                f"dataset_fingerprint is {record.dataset_fingerprint!r}, expected a digest"
+            )
         _require_possible_values(record)
         if not interval_contains(record.ci95, record.value):
             raise ValueError(f"value is {record.value}, outside of its ci95 {record.ci95}")
@@ -524,14 +561,14 @@ _SCANNED_FIELDS = tuple(f'\n "{name}": '.encode() for name in sorted((*ENCODER_F
 def find_encoder(
     content: bytes, by_fields: dict[tuple[bytes, ...], RecordedEncoder]
 ) -> RecordedEncoder | None:
-    """Return the encoder of a record without parsing its whole file.
+    """Return the encoder of a record (a stored result) without parsing its whole JSON file.
 
-    This is only possible in the format of `text_with_digest`, in which each field is on a line that
-    starts with one space. The result is None for files in another format.
+    This is only possible for files that `text_with_digest` has written. In these files, each field
+    is on a line that starts with one space. For other files, the result is None.
 
     Args:
-        content: Content of the file.
-        by_fields: Cache of encoders by the text of their fields, to which a new encoder is added.
+        content: Content of the JSON file.
+        by_fields: Cache of encoders by the JSON text of their fields. A new encoder is added to it.
     """
     texts, end = list[bytes](), 0
     for name in _SCANNED_FIELDS:
@@ -560,8 +597,15 @@ def find_encoder(
 
 
 def _require_possible_values(record: Record) -> None:
-    """Raise TypeError or ValueError if a percentage is out of range or a field has a wrong type."""
-    # Reading these properties raises an error if their settings have unexpected names.
+    """Raise an error if a percentage in a record is out of range or is not a number.
+
+    An error is also raised if the training images, the corruption or the baseline have unexpected
+    fields.
+
+    Raises:
+        TypeError, ValueError: The record contains such a value.
+    """
+    # Reading these properties raises a TypeError if the settings have unexpected fields.
     _ = record.trained_on, record.corrupted
     percentages = {"details.degenerate_percent": record.details.get("degenerate_percent")}
     if record.unit == "%":
@@ -570,7 +614,7 @@ def _require_possible_values(record: Record) -> None:
     if baseline is not None:
         has_known_names = isinstance(baseline, dict) and set(baseline) == {"answer", "value"}
         if not has_known_names or type(baseline["answer"]) is not str:
-            raise TypeError(f"details.baseline is {baseline!r}")
+            raise TypeError(f"details.baseline is {baseline!r}, expected an answer and a value")
         percentages["details.baseline"] = baseline["value"]
     for name, value in percentages.items():
         if value is None:
@@ -583,9 +627,12 @@ def _require_possible_values(record: Record) -> None:
 
 
 def _parse_fields(content: bytes) -> dict[str, Any]:
-    """Parse the content of a record's file, and return the fields of `Record`.
+    """Parse the content of a record's JSON file, and return the fields of `Record` by name.
 
     Unknown fields, which later versions may have written, are ignored.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: The content is not a valid record.
     """
     try:
         values = json.loads(content)
@@ -606,12 +653,15 @@ def _parse_fields(content: bytes) -> dict[str, Any]:
         types = _FIELD_TYPES[name]
         # `isinstance` would accept True as an integer.
         if types is not None and type(value) not in types:
-            raise TypeError(f"{name} is {value!r}")
+            raise TypeError(f"{name} is {value!r}, which has a wrong type")
     return known
 
 
 def _parse_number(value: Any) -> float:
-    """Convert a number from the JSON of a record. None becomes NaN, and "inf" becomes infinity."""
+    """Convert a number that was parsed from JSON to a float.
+
+    None becomes NaN, and the text "inf" becomes infinity, because JSON has no such numbers.
+    """
     if value is None:
         return math.nan
     if value == INFINITY_AS_JSON:
@@ -622,31 +672,41 @@ def _parse_number(value: Any) -> float:
 
 
 def describe_reading_error(error: Exception) -> str:
-    """Return the reason why a record could not be parsed, shortened to about 200 characters."""
+    """Return a text of at most about 200 characters that says why a record could not be parsed.
+
+    Args:
+        error: The exception that `RecordReader.parse` raised.
+    """
     reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
     most = _MAX_REASON_CHARACTERS
     return reason if len(reason) <= most else f"{reason[:most]}..."
 
 
-# Compare settings by value, so that 1 and 1.0 are equal.
+# The following functions compare settings by value, so that 1 and 1.0 are equal.
 #
-# Versions before 0.2 stored a number as the user typed it. Now each setting has one type, so an
-# older record may contain 1 where a new key of the same result contains 1.0, and the digest in its
-# file name differs. `ResultStore.load` therefore also searches for the `numeric_digest`. Tables
-# would show such records as different results, so `ResultStore.records` calls `unify_settings`. A
-# record with replaced settings keeps the digest that leads to its file.
+# Versions before 0.2 stored a number as the user typed it. Now each setting has one type. An older
+# record may therefore contain 1 where a new key of the same result contains 1.0. The digest in its
+# file name then differs, so `ResultStore.load` also searches for the `numeric_digest`. Tables would
+# show such records as different results, so `ResultStore.records` calls `unify_settings`. If the
+# settings of a record are replaced, it keeps its old digest, because the file name contains it.
 
 
 def numeric_digest(key: ResultKey) -> str:
-    """Return a digest of a key that is the same whether a setting is stored as 1 or as 1.0."""
+    """Return the digest of a result's key, with settings such as 1.0 converted to 1.
+
+    Keys that only differ in such number types therefore have the same digest.
+    """
     return result_digest(key, {"settings": _numeric_text(key.settings)})
 
 
 def unify_settings(records: Sequence[Record]) -> list[Record]:
-    """Make settings of records equal if they only differ in number types, such as 1 and 1.0.
+    """Return records, with settings made equal if they only differ in number types (1 and 1.0).
 
     A number becomes a float if it is a float in any of the records. If several records then have
-    the same key, only the latest is kept.
+    the same key, only the latest one is returned.
+
+    Args:
+        records: Stored results, perhaps from several versions of the suite.
     """
     unified: dict[int, Mapping[str, Any]] = {}
     for name in ("settings", "changed"):
@@ -674,9 +734,13 @@ def unify_settings(records: Sequence[Record]) -> list[Record]:
 
 
 def replace_settings(record: Record, **settings: Any) -> Record:
-    """Return a copy of a record with new values of the fields `settings` or `changed`.
+    """Return a copy of a record (a stored result) with other values of some fields.
 
     The copy keeps the digest of the original record, because the name of the file contains it.
+
+    Args:
+        record: The record.
+        settings: New values of the fields `settings` or `changed`.
     """
     copy = replace(record, **settings)
     vars(copy)["digest"] = record.digest
@@ -688,7 +752,7 @@ def _numeric_text(value: Any) -> str:
 
 
 def _floats_as_integers(value: Any) -> Any:
-    """Replace whole-number floats, such as 1.0, by integers in nested containers."""
+    """Return nested mappings and lists with floats such as 1.0 replaced by integers such as 1."""
     if isinstance(value, Mapping):
         return {name: _floats_as_integers(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -697,9 +761,9 @@ def _floats_as_integers(value: Any) -> Any:
 
 
 def _prefer_floats(first: Any, second: Any) -> Any:
-    """Merge two nested containers that are equal except for number types, such as 1 and 1.0.
+    """Merge two nested mappings or lists that are equal except for number types (1 and 1.0).
 
-    A number becomes a float if either is a float.
+    In the result, a number is a float if it is a float in at least one of them.
     """
     if isinstance(first, Mapping):
         return {name: _prefer_floats(item, second[name]) for name, item in first.items()}

@@ -1,4 +1,4 @@
-"""Folders of results, in which a record is a JSON file or a row of a Parquet file.
+"""Read and write folders of results. A record, which stores one result, is a JSON file or a row.
 
 A folder of results contains:
 
@@ -6,7 +6,7 @@ A folder of results contains:
   file with the same stem.
 - `images/*.json`: the ids of a set of scored images, in the order of the per-image values.
 - `records.parquet`: a file that `ResultStore.pack` writes. Each row has the content of one JSON
-  file and of its `.npz` file. If the JSON file still exists, the row is ignored.
+  file and of its `.npz` file. A row is ignored if its JSON file still exists.
 
 Files are written atomically. To detect changes and losses, each record contains a digest of itself
 and of its `.npz` file. Each row of the Parquet file contains a digest of its content, and the file
@@ -69,7 +69,7 @@ PACKED = "records.parquet"
 """Name of the file of packed records."""
 
 _MAX_NPZ_BYTES = 2**30
-# Three counts of eight bytes for each of 2,700 classes.
+# Enough for three 8-byte counts for each of 2,700 classes.
 _MAX_BYTES_PER_IMAGE = 2**16
 _DAMAGED_ROW = f"edited or damaged: its row in {PACKED} does not match the row's digest"
 _READING_ERRORS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
@@ -79,10 +79,13 @@ _MAX_LISTED = 5
 class ResultStore:
     """A folder of results, to which several processes may write at the same time.
 
+    A record is the stored result of one evaluation.
+
     Attributes:
+        root: Path of the folder.
         num_records: Number of records that the last call of `records` or `encoders` found. It
             includes unreadable and outdated records.
-        unreadable: JSON files of invalid records, each with the reason why it is invalid.
+        unreadable: Paths of invalid records, each with the reason why the record is invalid.
         outdated: Records of older versions of the code, which the last call of `records` left out.
         damaged: `.npz` files of per-image values that do not match their records.
     """
@@ -112,14 +115,14 @@ class ResultStore:
         return cls(root)
 
     def path(self, key: ResultKey) -> Path:
-        """Return the path of the JSON file for the record of a result. The file may not exist."""
+        """Return the path of the JSON file that stores a result. The file need not exist."""
         return self.root.joinpath("records", *key.relative_path())
 
     def per_image_path(self, key: ResultKey) -> Path:
         return self.path(key).with_suffix(".npz")
 
     def describe_path(self, record: Record) -> str:
-        """Return the path of a record relative to `root`, as a text for messages.
+        """Return the path of a record (a stored result) relative to the folder, for messages.
 
         If the record is stored in `records.parquet`, the prefix "records.parquet: " is added.
         """
@@ -127,7 +130,11 @@ class ResultStore:
         return name if (self.root / name).exists() else f"{PACKED}: {name}"
 
     def load(self, key: ResultKey) -> Record | None:
-        """Return the stored record of a result, or None if no valid record is stored."""
+        """Return the stored record of a result, or None if no valid record is stored.
+
+        Args:
+            key: The identity of the result.
+        """
         path, usual_path = self._find_path(key), self.path(key)
         if path is None and usual_path in self._unreadable_rows():
             self.unreadable[usual_path] = _DAMAGED_ROW
@@ -137,16 +144,18 @@ class ResultStore:
         return replace_settings(record, settings=key.settings)
 
     def has_per_image(self, key: ResultKey) -> bool:
-        """Return whether the folder contains the per-image values of a result."""
+        """Return whether the folder contains the per-image values of the result `key`."""
         path = self._find_path(key)
         if path is not None and path.is_file():
             return path.with_suffix(".npz").is_file()
         return path is not None and self._packed()[path].images is not None
 
     def _find_path(self, key: ResultKey) -> Path | None:
-        """Return the path of the JSON file for a result's record, or None if there is no record.
+        """Return the path of the JSON file that stores a result, or None if none is stored.
 
-        If the record is stored in `records.parquet`, this is the path of its former JSON file.
+        If the result is stored in `records.parquet`, this is the path of the JSON file that its row
+        replaces. A result from before version 0.2 is also found if a number in its settings was
+        stored as 1 instead of 1.0.
         """
         path = self.path(key)
         if path.is_file() or path in self._packed():
@@ -157,14 +166,14 @@ class ResultStore:
         return self._paths_by_digest[place].get(numeric_digest(key))
 
     def _list_by_digest(self, folder: Path, checkpoint_sha256: str) -> dict[str, Path]:
-        """Return the paths of all records of an encoder in a folder.
+        """Return the paths of all records (stored results) of an encoder in a folder.
 
         Args:
             folder: Folder of JSON files.
-            checkpoint_sha256: Digest of the encoder's weights.
+            checkpoint_sha256: SHA-256 of the encoder's weights.
 
         Returns:
-            Dictionary from the `numeric_digest` of each record to its path.
+            Path of each record by its `numeric_digest`, which does not distinguish 1 and 1.0.
         """
         reader, paths = RecordReader(), {}
         packed = (path for path in self._packed() if path.parent == folder)
@@ -182,7 +191,9 @@ class ResultStore:
     def find_older_versions(self, keys: Iterable[ResultKey]) -> list[ResultKey]:
         """Return the keys of stored results that older versions of the code computed.
 
-        Apart from the version numbers, each of them equals a key in `keys`.
+        Args:
+            keys: Keys of the newest version. A stored result is returned if its key differs from
+                one of them only in version numbers.
         """
         return [
             older
@@ -196,7 +207,7 @@ class ResultStore:
         ]
 
     def save(self, record: Record, per_image: PerImage | None = None) -> Path:
-        """Write a record and its per-image values, and return the path of the record."""
+        """Write a record (a result) and its per-image values, and return the record's path."""
         path, content = self.path(record.key()), record.as_json()
         if per_image is not None:
             buffer = io.BytesIO()
@@ -209,9 +220,10 @@ class ResultStore:
         return path
 
     def per_image(self, record: Record) -> PerImage | None:
-        """Return the per-image values of a record, or None if they are missing or invalid.
+        """Return the per-image values of a record (a stored result).
 
-        The path of an invalid file is added to `damaged`.
+        The result is None if the values are missing or invalid. The path of an invalid file is
+        added to `damaged`.
         """
         path = self.per_image_path(record)
         most = min(_MAX_BYTES_PER_IMAGE * record.num_images, _MAX_NPZ_BYTES)
@@ -241,11 +253,11 @@ class ResultStore:
         return None
 
     def save_image_ids(self, fingerprint: str, ids: Sequence[str]) -> None:
-        """Write the ids of a set of scored images.
+        """Write the ids of a set of scored images to a file.
 
         Args:
-            fingerprint: Digest that identifies the set.
-            ids: Ids in the order of the per-image values.
+            fingerprint: Digest that identifies the set of images.
+            ids: Ids of the images, in the order of the per-image values.
         """
         write_text_atomically(self._image_ids_path(fingerprint), json.dumps(list(ids)) + "\n")
 
@@ -253,7 +265,7 @@ class ResultStore:
         """Return the ids of a set of scored images, or None if they cannot be read.
 
         Args:
-            fingerprint: Digest with which `save_image_ids` stored the set.
+            fingerprint: Digest that identifies the set of images, as in `save_image_ids`.
         """
         try:
             return _parse_image_ids(self._read_content(self._image_ids_path(fingerprint)))
@@ -272,16 +284,16 @@ class ResultStore:
         return self.root / "images" / f"{fingerprint[:16]}.json"
 
     def records(self, paths: Collection[str] | None = None) -> list[Record]:
-        """Read the records that are valid and up to date.
+        """Read the records (stored results) that are valid and up to date.
 
-        Invalid files are listed in `unreadable`, and records of older versions of the code in
-        `outdated`.
+        Invalid records are added to `unreadable`, and records of older versions of the code are
+        stored in `outdated`.
 
         Args:
-            paths: Paths that `encoders` returned, or None to read all files.
+            paths: Paths that `encoders` returned, or None to read all records.
 
         Raises:
-            DataError: There is no valid record. If the folder is a training run, the message
+            DataError: There is no valid record. If the folder is a pretraining run, the message
                 contains the last measurements of the run.
         """
         self.outdated = []
@@ -301,9 +313,10 @@ class ResultStore:
         return self._leave_out_outdated(records)
 
     def encoders(self) -> dict[RecordedEncoder, list[str]]:
-        """Return the encoders that have records, each with the paths of its records.
+        """Return the encoders that have results, each with the paths of its records.
 
-        This is much faster than `records`, because few files are parsed. Invalid files are added to
+        A record is the stored result of one evaluation. This method is much faster than `records`,
+        because it parses few files. The files that it finds to be invalid are added to
         `unreadable`.
 
         Raises:
@@ -334,7 +347,10 @@ class ResultStore:
         return encoders
 
     def _scan(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the path and content of each record. The content of an unreadable file is b""."""
+        """Yield the path and the JSON content of each record (stored result).
+
+        If a file cannot be read, its content is b"".
+        """
         for folder in sorted(self.root.glob(RECORDS.rpartition("/")[0])):
             yield from read_untrusted_folder(self.root, folder, ".json", MAX_FILE_BYTES)
         for path, row in self._packed().items():
@@ -342,9 +358,10 @@ class ResultStore:
                 yield str(path), row.content
 
     def _list_unreadable_rows(self) -> dict[Path, str]:
-        """Return the paths of damaged rows of `records.parquet`, each with the reason.
+        """Return the damaged rows of `records.parquet`, each with a text that states the problem.
 
-        A row is left out if its JSON file still exists, because that file is read instead.
+        The keys are the paths of the JSON files that the rows replace. A row is left out if its
+        JSON file still exists, because this file is read instead.
         """
         return {path: _DAMAGED_ROW for path in self._unreadable_rows() if not path.exists()}
 
@@ -353,7 +370,8 @@ class ResultStore:
             path = min(self.unreadable, key=lambda path: path.parts)
             return DataError(
                 f"none of the {self.num_records} records in {self.root / 'records'} can be read, "
-                f"such as {path} ({self.unreadable[path]}). Write new records to another folder",
+                f"for example {path} ({self.unreadable[path]}). Write new results to another "
+                "folder",
                 hint=("--out", "{folder}"),
             )
         words = ("ssl-bench", "probe", "--task", "all", "--checkpoint", "demo:skip")
@@ -363,10 +381,13 @@ class ResultStore:
         )
 
     def _leave_out_outdated(self, records: Sequence[Record]) -> list[Record]:
-        """Return the records that were computed by the newest version of their task's code.
+        """Return the records (stored results) that the newest version of the code computed.
 
-        All other records are added to `outdated`. Tables therefore never mix versions, even if
+        All other records are stored in `outdated`. Tables therefore never mix versions, even if
         records come from several machines.
+
+        Args:
+            records: All valid records.
 
         Raises:
             DataError: All records are outdated.
@@ -402,12 +423,15 @@ class ResultStore:
         return [*probe, "--checkpoint", "{checkpoint}", "--out", escape_braces(str(self.root))]
 
     def notes(self) -> list[str]:
-        """Return one message about unreadable records and one about outdated records, if any."""
+        """Return messages about records that the last call of `records` left out.
+
+        There is at most one message about unreadable records and one about outdated records.
+        """
         lines = []
         if self.unreadable:
             lines.append(
                 f"{len(self.unreadable)} of {self.num_records} records cannot be shown: "
-                f"{summarise_problems(self.unreadable)}. Probe again to replace them"
+                f"{summarise_problems(self.unreadable)}. Run the probes again to replace them"
             )
         if count := len(self.outdated):
             records = f"{count} outdated record{'s' * (count > 1)}"
@@ -421,9 +445,10 @@ class ResultStore:
         return lines
 
     def pack(self) -> int:
-        """Move all valid records, per-image values and image ids to `records.parquet`.
+        """Move all valid records, per-image values and image ids into one file, `records.parquet`.
 
-        If another process changes a file during this call, the file is not deleted.
+        A record is the stored result of one evaluation. The separate files are deleted. If another
+        process changes a file during this call, this file is kept.
 
         Returns:
             The number of records in the Parquet file.
@@ -477,9 +502,16 @@ class ResultStore:
         return path.parent != self.root / "images"
 
     def _read_content(self, path: Path, checked_folders: set[Path] | None = None) -> bytes:
-        """Return the content of a JSON file of this folder.
+        """Return the content of a JSON file in this folder.
 
         If the file does not exist, its content is taken from `records.parquet`.
+
+        Args:
+            path: Path of the JSON file.
+            checked_folders: Cache of folders that were already checked for symbolic links.
+
+        Raises:
+            OSError: The file cannot be read.
         """
         row = self._packed().get(path)
         if row is None or path.exists():
@@ -487,17 +519,21 @@ class ResultStore:
         return row.content
 
     def _packed(self) -> "Mapping[Path, Row]":
-        """Return the valid rows of `records.parquet` by the path of the JSON file they replace."""
+        """Return the valid rows of `records.parquet`, by the path of the JSON file they replace."""
         return self._load_rows()[0]
 
     def _unreadable_rows(self) -> "Mapping[Path, Row]":
-        """Return the damaged rows of `records.parquet` by path. Their digests do not match."""
+        """Return the rows of `records.parquet` that do not match their digests.
+
+        The keys are the paths of the JSON files that the rows replace.
+        """
         return self._load_rows()[1]
 
     def _load_rows(self) -> "tuple[Mapping[Path, Row], Mapping[Path, Row]]":
-        """Return the valid and the damaged rows of `records.parquet`.
+        """Return the valid and the damaged rows of `records.parquet`, in two dictionaries.
 
-        They are cached until the file changes.
+        The keys are the paths of the JSON files that the rows replace. The result is cached until
+        `records.parquet` changes.
         """
         path = self.root / PACKED
         try:
@@ -512,7 +548,10 @@ class ResultStore:
         return self._packed_rows[1:]
 
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
-        """Read a record. If it is invalid, return None and add its path to `unreadable`."""
+        """Read the record (stored result) at a path.
+
+        If it is invalid, return None and add its path to `unreadable`.
+        """
         reader = reader or RecordReader()
         try:
             return reader.parse(self._read_content(path, reader.checked_folders), path)
@@ -524,19 +563,23 @@ class ResultStore:
 
 
 def summarise_problems(reasons: Mapping[Path, str]) -> str:
-    """Return a text that lists up to five files with their problems, and the number of others."""
+    """Return a text that lists up to five files with their problems, and the number of other files.
+
+    Args:
+        reasons: Text that describes the problem of each file, by path.
+    """
     listed = [f"{path}: {reason}" for path, reason in reasons.items()]
     more = [f"and {len(listed) - _MAX_LISTED} more"] if len(listed) > _MAX_LISTED else []
     return "; ".join([*listed[:_MAX_LISTED], *more])
 
 
 def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
-    """Return a data frame with one row for each record and one column for each field.
+    """Return a data frame with one row for each record and one column for each of its fields.
 
-    `ci95` becomes the columns `low_95` and `high_95`, in the unit of `value`. `mean` and `std`
-    become one column for each RGB channel. Mappings, such as `settings`, become JSON text. Each
-    column therefore has a single type and can be written to Parquet. The column `encoder_id` is
-    added.
+    A record is the stored result of one evaluation. The field `ci95` becomes the columns `low_95`
+    and `high_95`, in the unit of `value`. `mean` and `std` become one column for each RGB channel.
+    Mappings, such as `settings`, become JSON text. Each column therefore has a single type and can
+    be written to Parquet. The column `encoder_id` is added.
 
     Args:
         records: A list of records, or the path of a folder of results, such as "results".
@@ -579,9 +622,9 @@ def _drop_versions(record: Record) -> ResultKey:
 
 
 def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
-    """Return the newest versions of each task's code: (`metric_version`, `pipeline_version`).
+    """Return the newest versions of each task's code, as (`metric_version`, `pipeline_version`).
 
-    They are the largest version numbers in the records and in the installed code.
+    Each number is the largest one in the records (stored results) and in the installed code.
     """
     newest: dict[str, tuple[int, int]] = {}
     for record in records:
@@ -605,10 +648,10 @@ def _parse_image_ids(content: bytes) -> tuple[str, ...]:
 
 
 def _training_run_error(folder: Path) -> DataError | None:
-    """Return an error if a folder is a training run instead of a folder of results, or else None.
+    """Return an error if a folder is a pretraining run instead of a folder of results, else None.
 
     The message contains the loss in the last row of the training log. It also contains values that
-    the first row lacks, such as a validation accuracy.
+    only the last row has, such as a validation accuracy.
     """
     log = folder / "log.jsonl"
     try:

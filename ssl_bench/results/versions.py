@@ -22,11 +22,11 @@ _CLASS_LITERAL = r"^class {name}\b.*?(?:^class |^    metric_version\b[^=\n]*= *(
 
 @cache
 def metric_version(task: str) -> int:
-    """Return the `metric_version` of a task's probe without importing the probe.
+    """Return the version of the code that computes a task's metrics, `Probe.metric_version`.
 
-    The number is read from the source file, because importing a probe would import PyTorch, and
-    `ssl-bench table` must start fast. The result is 1 for tasks of other packages, and for probes
-    that do not state a version.
+    The number is read from the source file of the probe. Importing the probe would also import
+    PyTorch, but `ssl-bench table` must start fast. The result is 1 for tasks of other packages, and
+    for probes that do not state a version.
     """
     config = config_folder() / "probe" / f"{task}.yaml"
     if not config.is_file():
