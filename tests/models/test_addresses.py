@@ -141,6 +141,7 @@ def test_an_address_can_state_the_mean_of_a_file(path):
     [
         "mean=0.5:x.pth", "mean=0.5,std=0:x.pth", "mean=127,std=60:x.pth", "mean=.5,std=60:x.pth",
         "mean=.1/.2,std=.5:x.pth", "mean=.,std=1:x.pth", "mean=.5,std=.5:",
+        "mean=.5,std=.5/.5/5:x.pth",
     ],
 )  # fmt: skip
 def test_a_malformed_mean_is_refused_with_an_example(address):

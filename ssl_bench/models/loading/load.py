@@ -248,7 +248,8 @@ def _load_normalized(uri: str) -> Encoder:
     except ValueError:
         mean, std = [], []
     mean, std = (values * 3 if len(values) == 1 else values for values in (mean, std))
-    if match is None or len(mean) != 3 or len(std) != 3 or max(mean) > 1 or not 0 < min(std) <= 1:
+    is_valid = all(0 <= one <= 1 for one in mean) and all(0 < one <= 1 for one in std)
+    if match is None or len(mean) != 3 or len(std) != 3 or not is_valid:
         raise CheckpointError(
             "expected mean=NUMBERS,std=NUMBERS:URI with a mean in [0, 1] and a standard deviation "
             f"in (0, 1], got {uri!r}",
