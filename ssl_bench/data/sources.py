@@ -76,8 +76,7 @@ class Source:
 
     @property
     def is_generated(self) -> bool:
-        """Return whether the dataset is generated on first use, so that the user gives no
-        folder."""
+        """Return whether the dataset is generated on first use, without a folder of the user."""
         return not self.tree
 
     @property
@@ -266,7 +265,7 @@ _SOURCES = (
         ),
         num_classes=18,
         instructions="download SPair-71k.tar.gz from http://cvlab.postech.ac.kr/research/SPair-71k "
-        "and unpack it into DIR. Its digest is not published, so ssl-bench could not verify a "
+        "and unpack it into DIR. Its checksum is not published, so ssl-bench could not verify a "
         "download",
     ),
     Source(

@@ -135,7 +135,7 @@ def read_lines(path: Path) -> list[str]:
 def missing_split_error(
     name: str, present: Sequence[str], where: Path, divisible: Sequence[str] | None = None
 ) -> DataError:
-    """Return the error for a missing split. It suggests to divide an existing split in two.
+    """Return the error for a missing split. It suggests dividing an existing split.
 
     Args:
         name: Name of the missing split.

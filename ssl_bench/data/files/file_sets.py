@@ -167,7 +167,7 @@ class Masks:
 
 
 class Boxes:
-    """Base class of ground-truth boxes, which are read by image id.
+    """Base class of the ground-truth boxes of a dataset. They are read by image id.
 
     Attributes:
         files: One annotation file for each image, or None if one file stores the boxes of all
@@ -195,10 +195,10 @@ class Boxes:
         return self.files.list_missing(ids) if self.files else []
 
     def meaning(self, image_id: str) -> str:
-        """Return a text that states what else determines the boxes of an image than its file.
+        """Return the settings that determine the boxes of an image, as text.
 
-        An example is a setting that leaves out difficult objects. The fingerprint (hash) of the
-        image set depends on this text and on the annotation files.
+        For example, the text states whether difficult objects are left out. The fingerprint (hash)
+        of the image set depends on this text and on the annotation files.
         """
         raise NotImplementedError
 
@@ -331,7 +331,8 @@ class FileSet:
     ) -> closing[Generator[str, None, None]]:
         """Identify files of this set by their SHA-256, or by their size and modification time.
 
-        The first is used if `options.fingerprint` is "content", and the second if it is "stat".
+        The SHA-256 is used if `options.fingerprint` is "content", and the size and time if it is
+        "stat".
 
         Args:
             parts: The files, or parts of files that are hashed separately.

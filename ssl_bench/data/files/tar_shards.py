@@ -183,7 +183,7 @@ def _load_index(shard: Path, state: tuple[int, ...]) -> tuple[list[str], np.ndar
             outdated.
 
     Returns:
-        Names and places of the images, as in `ShardIndex`.
+        Sorted names of the images, and the offset, size and class number of each image.
     """
     with suppress(MachineError):
         body = read_cache_file(_cache_file(shard), _CACHE_HEADER)
@@ -211,7 +211,10 @@ def _to_array(places: Sequence[Sequence[int]]) -> Int64[np.ndarray, "images 3"]:
 
 
 def _scan(shard: Path) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
-    """Find the images in a tar file. Return their names and places, as in `ShardIndex`."""
+    """Find the images in a tar file.
+
+    Return their sorted names, and the offset, size and class number of each image.
+    """
     try:
         with open_regular(shard) as file:
             return _list_images(file, shard)

@@ -251,7 +251,7 @@ def _require_integer(value: object, name: str) -> int:
     message.
 
     Raises:
-        ValueError: The value is no integer, or its magnitude is not below 2^63.
+        ValueError: The value is no integer, or its absolute value is 2^63 or more.
     """
     if type(value) is not int or abs(value) >= 2**63:
         raise ValueError(f"expected an integer as {name}, got {value!r}")

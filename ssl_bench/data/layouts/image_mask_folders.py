@@ -43,8 +43,8 @@ class PairedFolders(Layout):
     Subclasses implement `_images` and `_masks`, which return the files of a split.
 
     Attributes:
-        published_splits: Folder names of the splits in `PUBLISHED_COUNTS`, such as {"train":
-            "training"}. A split whose folder has the same name needs no entry.
+        published_splits: Folder of each split for which `PUBLISHED_COUNTS` has a number of images,
+            such as {"train": "training"}. A split whose folder has the same name needs no entry.
     """
 
     supports: Any

@@ -206,8 +206,8 @@ class Copydays(Layout):
 
     Attributes:
         root: The folder that contains original, strong, jpegqual and crops, or its parent folder.
-        copies: Folders of the copies that are queries: `strong`, `jpegqual`, `crops` or `all` of
-            them.
+        copies: Which copies are queries: the copies in the folder `strong`, `jpegqual` or `crops`,
+            or `all` copies.
     """
 
     name = "copydays"

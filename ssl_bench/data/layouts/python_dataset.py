@@ -164,8 +164,8 @@ class _UnsupportedContent(Exception):
 def base_dataset(dataset: Any) -> Any:
     """Return the dataset inside wrappers such as `torch.utils.data.Subset`.
 
-    The attribute `dataset` is followed until an object has the attribute `classes`, or is not a
-    wrapper.
+    While an object has the attribute `dataset` but not the attribute `classes`, it is replaced by
+    its attribute `dataset`.
     """
     while not hasattr(dataset, "classes") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
@@ -297,7 +297,7 @@ def _parse_mapping(target: Mapping[str, Any]) -> Target:
 class PythonDataset(IndexedDataset):
     """Dataset of the Python objects that the user passes to `ssl_bench.probe`.
 
-    Their arguments are `train`, `val` and `images`.
+    They are the arguments `train`, `val` and `images` of this function.
     """
 
     name: str = "python"

@@ -111,10 +111,12 @@ class Scene:
 
 
 class Painter:
-    """Painter of generated scenes. A scene depends only on the split, the seed and its index.
+    """Generator of scenes, which are images of textured objects in front of a background.
+
+    A scene depends only on the split, the seed and the number of the scene.
 
     Args:
-        split: "train" or "val".
+        split: "train" or "val". The two splits use different parts of the photographs.
         seed: Seed of all scenes.
 
     Raises:
@@ -382,7 +384,7 @@ class GeneratedDataset(Layout):
         return path
 
     def _paint_scenes(self) -> Iterator[tuple[str, int, Scene]]:
-        """Yield each scene of the dataset, after its split ("train" or "val") and its number."""
+        """Yield (split, number, scene) for each scene. The split is "train" or "val"."""
         for split, count in (("train", self.num_train), ("val", self.num_val)):
             painter = Painter(split, self.seed)
             for index in range(count):

@@ -20,7 +20,7 @@ Map = Float64[np.ndarray, "height width"]
 
 
 class RoomPainter(Painter):
-    """Painter of images of rooms, with the same textures and photographs as `Painter`.
+    """Generator of images of rooms, with the same textures and photographs as `Painter`.
 
     The camera is one to two metres above a horizontal floor and looks at a wall. One to three
     upright boards that face the camera stand on the floor. Distant surfaces are darker.

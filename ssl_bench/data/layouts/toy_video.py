@@ -16,7 +16,7 @@ NUM_FRAMES = 12
 class ToyVideo(GeneratedDataset):
     """Generated videos of 12 frames, with a mask of each frame.
 
-    All videos are scored. Their number is `num_val`. There are no training videos.
+    All `num_val` videos are scored. There are no training videos.
     """
 
     name = "toy_video"

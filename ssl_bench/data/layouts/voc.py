@@ -148,7 +148,7 @@ class VocFolder:
     class_names: tuple[str, ...]
 
     def segmentation(self, split: str) -> FileImageSet:
-        """Return the images of a split with segmentation masks.
+        """Return a split such as `train`, or a part such as `train:0-75%`, with segmentation masks.
 
         The masks of the split `trainaug` are read from the folder SegmentationClassAug.
         """
@@ -178,7 +178,7 @@ class VocFolder:
         return replace(images, ids=easy).validate()
 
     def images(self, split: str) -> FileImageSet:
-        """Return the images of a split without annotations."""
+        """Return the images of a split, or of a part such as `train:0-75%`, without annotations."""
         return self._image_set("Main", split).validate()
 
     def _image_set(

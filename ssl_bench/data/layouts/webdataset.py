@@ -130,9 +130,9 @@ class WebDataset(ClassificationSplits):
 
         Args:
             split: Folder or pattern below the root, or None to search for `names`.
-            names: Usual names of the split, such as "val" and "test", the preferred name first. A
-                name is a folder, or a part of the names of tar files that does not follow a
-                lower-case letter.
+            names: Usual names of the split, such as ["val", "test"], in the order in which they are
+                tried. A name matches a folder, or tar files such as imagenet-val-00.tar. It does
+                not match after a lower-case letter, as in interval-0.tar.
         """
         if not self._root.is_dir():
             raise DataError(
