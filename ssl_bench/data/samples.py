@@ -467,4 +467,4 @@ def find_existing_folder(candidates: Sequence[Path]) -> Path:
         if folder.is_dir():
             return folder
     names = " or ".join(str(folder) for folder in candidates)
-    raise DataError(f"expected the folder {names}. docs/data.md shows the layout")
+    raise DataError(f"there is no folder {names}. docs/data.md shows the expected folders")

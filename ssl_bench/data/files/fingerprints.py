@@ -412,7 +412,7 @@ class DigestCache:
         after = [file_state(path) for path in files]
         for path, old, new in zip(files, before, after, strict=True):
             if old[:2] != new[:2]:
-                raise DataError(f"{path} changes while it is read. Wait until it is complete")
+                raise DataError(f"{path} has changed while it was read. Wait until it is complete")
         # Only store the digest if any later change of a file is certain to change its state.
         last_change_ns = max(time_ns for _, *times, _ in before for time_ns in times)
         if after == before and last_change_ns < start - RACY_NS:

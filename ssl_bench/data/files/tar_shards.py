@@ -161,7 +161,7 @@ def index_shard(shard: Path) -> ShardIndex:
     if names_and_places is None:
         names_and_places = _scan(shard)
         if file_state(shard) != state:
-            raise DataError(f"{shard} changes while it is read. Wait until it is complete")
+            raise DataError(f"{shard} has changed while it was read. Wait until it is complete")
         # Do not cache the index of a file that has just been written. Another change within the
         # resolution of file times would not change the times, so the outdated index would be used.
         if max(state[1:3]) < begin_ns - RACY_NS:

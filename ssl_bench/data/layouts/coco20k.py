@@ -193,7 +193,7 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
         return CocoBoxes(annotations, *(stored[name] for name in _STORED))
     boxes = parse_boxes(annotations)
     if cached_sha256(annotations) != digest:
-        raise DataError(f"{annotations} changed while it was read. Wait until it is complete")
+        raise DataError(f"{annotations} has changed while it was read. Wait until it is complete")
     arrays = {name: getattr(boxes, name) for name in _STORED}
     with suppress(MachineError):
         write_atomically(index, lambda file: np.savez(file, **arrays))

@@ -229,7 +229,7 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
     for kind, name in {"image": image, "label": label, "mask": mask, "box": box}.items():
         if name is not None and name not in known[kind]:
             raise ConfigurationError(
-                f"expected dataset.{kind}_column to name a {kind} column of {title} (such columns: "
+                f"dataset.{kind}_column expects a {kind} column of {title} (existing ones: "
                 f"{', '.join(known[kind]) or 'none'}), got {name}"
             )
     chosen = {"labels": label, "masks": mask, "boxes": box}

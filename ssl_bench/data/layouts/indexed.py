@@ -475,7 +475,7 @@ class IndexedDataset(Layout):
             count = 1 + max(map(self._largest_class, sets))
         else:
             count = len(self.numbers)
-        say_once(f"{title}: number of classes: {count} (dataset.class_names=[a,b] names them)")
+        say_once(f"{title}: {count} classes. Set their names with dataset.class_names=[a,b]")
         return tuple(map(str, range(count)))
 
     def _largest_class(self, items: Items) -> int:

@@ -311,7 +311,7 @@ def _parse_names(value: Any) -> list[str]:
     if not is_valid or not all(
         isinstance(name, str) and PurePath(name).name == name for name in value
     ):
-        raise ValueError("expected names of images")
+        raise ValueError("expected a list of image names")
     return [str(name) for name in value]
 
 

@@ -212,7 +212,7 @@ class Nyu(Layout):
             except ValueError as error:
                 raise DataError(
                     f"{source} has the line {line!r}, expected a line that begins with "
-                    "SCENE/rgb_NUMBER.jpg, as in the lists of BTS"
+                    "SCENE/rgb_NUMBER.jpg, as in the lists of https://github.com/cleinc/bts"
                 ) from error
         return source, ids
 

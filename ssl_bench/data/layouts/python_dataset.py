@@ -354,7 +354,7 @@ class PythonDataset(IndexedDataset):
         return SelectedItems(items, role, range(len(items))) if items else None
 
     def missing_role_error(self, role: str) -> DataError:
-        return DataError(f"{self.name} has no {role} images, pass them as {role}=DATASET")
+        return DataError(f"{self.name} has no {role} images. Pass them as {role}=DATASET")
 
     def images_name(self) -> str:
         return self.name

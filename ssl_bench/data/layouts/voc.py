@@ -272,7 +272,9 @@ class Voc(Layout):
             tree=f"VOCdevkit/{year}/{{JPEGImages,SegmentationClass,Annotations,ImageSets}}",
         )
         if re.fullmatch(r"VOC\d{4}", path.name) and path.name != year:
-            raise DataError(f"{path} is not {self.name}", hint=("--dataset", path.name.lower()))
+            raise DataError(
+                f"{path} does not contain {self.name}", hint=("--dataset", path.name.lower())
+            )
         lists = {split: path / "ImageSets" / file for split, file in _LISTS.items()}
         ids = {split: set(_read_ids(file, path)) for split, file in lists.items() if file.is_file()}
         return VocFolder(path, benchmark_name(self.name, ids), CLASS_NAMES)
