@@ -89,7 +89,9 @@ class Files:
 
 @dataclass(frozen=True)
 class LabelMap:
-    """Mapping from the numbers that a mask stores to class numbers. Other numbers raise an error.
+    """Mapping from the numbers that a mask stores to class numbers.
+
+    A number without a class raises an error.
 
     Attributes:
         classes: Class of each allowed number from 0 to 255. The class is 255 (`IGNORED`) for pixels

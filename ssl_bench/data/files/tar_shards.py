@@ -317,6 +317,11 @@ class TarImages(IdentifiedImages):
     def open(cls, shards: Sequence[Path], *, name: str, split: str) -> "TarImages":
         """Create an image set with all images of the given tar files.
 
+        Args:
+            shards: The tar files.
+            name: Name of the dataset.
+            split: Name of the split.
+
         Raises:
             DataError: A tar file is damaged or compressed, a sample has no image, or there are no
                 images at all.

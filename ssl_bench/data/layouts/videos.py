@@ -213,8 +213,8 @@ class FrameFolders(Layout):
     """Your own videos: a folder of frames for each video, with a mask of the first frame.
 
     The mask of VIDEO/0001.jpg is VIDEO/0001.png. It stores 0 for the background, 1, 2, ... for the
-    objects, and 255 for ignored pixels. Frames are sorted by the numbers in their names,
-    so 10 follows 9.
+    objects, and 255 for ignored pixels. Frames are sorted by the numbers in their names, so 10
+    follows 9.
 
     Attributes:
         root: The folder of the videos, or the folder of one video.
