@@ -298,9 +298,9 @@ def underlying_files(
 def count_shared_files(training: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     """Count the scored images whose file, or an identical copy of it, is also a training image.
 
-    With data.fingerprint=stat, copies with different modification times are not found. Image sets
-    without files are compared by hashes of their images. If one has neither files nor hashes, the
-    count is 0.
+    With data.fingerprint=stat, copies with different modification times are not found. Two image
+    sets without files, such as Python datasets, are compared by hashes of their images. If only one
+    of them has files, or there are no such hashes, the count is 0.
 
     Args:
         training: The training images.
