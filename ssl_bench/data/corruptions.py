@@ -1,6 +1,7 @@
-"""Corrupt images as in ImageNet-C. The same image is always corrupted in the same way.
+"""Corrupt images as in ImageNet-C, for example by noise or blur.
 
-In a corrupted dataset, the training set stays clean. All other images are corrupted.
+The same image is always corrupted in the same way. In a corrupted dataset, training images stay
+clean, and all other images are corrupted.
 
 Source: Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and
 Perturbations", ICLR 2019.
@@ -83,7 +84,7 @@ class Corruption:
 
     @classmethod
     def parse(cls, text: str) -> "Corruption":
-        """Parse a text such as "snow:3", which contains one corruption and its severity."""
+        """Parse a text such as "snow:3", which names one corruption and its severity."""
         corruptions = _parse_severities(text)
         if len(corruptions) != 1:
             raise ConfigurationError(
@@ -93,15 +94,18 @@ class Corruption:
 
 
 def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
-    """Corrupt an image. The random numbers depend only on the corruption and the image id.
+    """Return a corrupted copy of an image.
+
+    The random number generator is seeded with the corruption and the image id, so the result is
+    always the same.
 
     Args:
         image: RGB image with values from 0 to 255.
-        corruption: Type and severity. Lengths, such as the radius of a blur, are measured in pixels
-            of this image.
+        corruption: Type and severity. Lengths, such as the radius of a blur, are in pixels of this
+            image.
         image_id: Id of the image.
     """
-    # This package is optional.
+    # Imported here, because this package is an optional dependency.
     from imagecorruptions import corruption_dict
 
     text = f"{corruption}\n{image_id}".encode(errors="surrogateescape")
@@ -119,15 +123,15 @@ def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixel
 
 
 def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Separate the override of the config key `corrupt` from all other overrides.
+    """Separate the setting of the config key `corrupt` from all other settings of a command.
 
     Args:
         overrides: KEY=VALUE texts, such as ["corrupt=clean,snow:1-2", "probe.tau=0.3"].
 
     Returns:
-        A list with the overrides of each requested corruption, and all other overrides. In this
-        example: [[], ["corrupt=snow:1"], ["corrupt=snow:2"]] and ["probe.tau=0.3"]. The empty list
-        stands for clean images.
+        Two lists. The first contains the settings for each requested corruption, and the second all
+        other settings. In this example, they are [[], ["corrupt=snow:1"], ["corrupt=snow:2"]] and
+        ["probe.tau=0.3"]. The empty list stands for clean images.
 
     Raises:
         ConfigurationError: A corruption or severity does not exist, or the key is given twice.
@@ -154,7 +158,10 @@ def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
 
 
 def _parse_severities(text: str) -> list[Corruption]:
-    """Parse a text such as "snow:3", "snow:1-5" or "all:3" into one or more corruptions."""
+    """Parse a text such as "snow:3", "snow:1-5" or "all:3" into a list of corruptions.
+
+    "snow:1-5" stands for snow in the severities 1 to 5, and "all:3" for all types in severity 3.
+    """
     name, colon, numbers = text.partition(":")
     if not colon:
         raise ConfigurationError(
@@ -184,13 +191,13 @@ def _parse_severities(text: str) -> list[Corruption]:
 
 @dataclass(frozen=True)
 class CorruptedImages(ImageView):
-    """An `ImageSet` with corrupted images and unchanged annotations.
+    """An image set with corrupted images and unchanged annotations.
 
     Its name and its fingerprint (hash of the images) depend on the corruption. Therefore, cached
     features and results of corrupted images are never used for clean images.
 
     Attributes:
-        corruption: Corruption of every image.
+        corruption: Corruption that is applied to every image.
     """
 
     corruption: Corruption
@@ -209,7 +216,10 @@ class CorruptedImages(ImageView):
 
 
 def _corrupt_sample(sample: Sample, corruption: Corruption) -> Sample:
-    """Corrupt all images of a sample, including the second image of a pair and video frames."""
+    """Corrupt all images of a sample, including the second image of a pair and video frames.
+
+    Annotations stay unchanged.
+    """
     image_id, pair, frames = sample.image_id, sample.pair, sample.frames
     if pair is not None:
         image_id, other_id = pair.image_ids
@@ -222,7 +232,7 @@ def _corrupt_sample(sample: Sample, corruption: Corruption) -> Sample:
 
 
 def corrupt_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
-    """Return a view of a dataset whose image sets are corrupted, except the training set."""
+    """Return a dataset with corrupted images. Training images stay clean."""
     return DatasetView(
         dataset,
         lambda method, images: images if method == "train" else CorruptedImages(images, corruption),
@@ -238,9 +248,9 @@ def find_corruption(images: ImageSet) -> Corruption | None:
 def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
     """Return the corruption of an image set as a dictionary, or None for clean images.
 
-    The dictionary is stored with results. It contains the name and the severity of the corruption,
-    and the name and the fingerprint (hash) of the clean images. Computing the fingerprint reads
-    the image files.
+    The dictionary is stored with results. It contains the "name" and "severity" of the corruption.
+    "dataset" and "fingerprint" are the name and a hash of the clean images. Computing the hash
+    reads the image files.
     """
     corruption, clean = _separate_corruption(images)
     if corruption is None:
@@ -254,9 +264,9 @@ def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
 
 
 def _separate_corruption(images: ImageSet) -> tuple[Corruption | None, ImageSet]:
-    """Return the corruption of an image set, and the same set with clean images.
+    """Return the corruption of an image set, and the image set without the corruption.
 
-    The corruption of clean images is None.
+    If the images are clean, the corruption is None.
     """
     if isinstance(images, ImageSubset):
         corruption, clean = _separate_corruption(images.images)
@@ -267,5 +277,5 @@ def _separate_corruption(images: ImageSet) -> tuple[Corruption | None, ImageSet]
 
 
 def _corrupted_name(name: str, corruption: Corruption) -> str:
-    # The separator is a plus sign, because the dash in voc2012-62 begins a number of images.
+    # The separator is a plus sign, because a dash precedes a number of images, as in voc2012-62.
     return f"{name}+{corruption.name}-{corruption.severity}"

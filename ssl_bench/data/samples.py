@@ -1,7 +1,9 @@
 """Interfaces of datasets and image sets, independent of how a dataset is stored.
 
-A dataset supports one or several roles, such as "segmentation" or "discovery". Its methods `train`,
-`val`, `discovery` and `images` return an `ImageSet`, which decodes one `Sample` at a time.
+A dataset has one or more roles. A role is an evaluation that its annotations allow, such as
+"segmentation". The methods `train`, `val`, `discovery` and `images` of a dataset return an
+`ImageSet` (the images of one split). An image set decodes one `Sample` (an image with its
+annotations) at a time.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,18 +28,19 @@ IGNORED: Final = 255
 
 @dataclass(frozen=True)
 class Pair:
-    """A second image for a sample, with corresponding points in both images.
+    """The second image of an image pair, with corresponding points in both images.
 
-    A point is (x, y) in pixels. The centre of the upper left pixel is (0.5, 0.5).
+    The first image is the attribute `image` of the `Sample` that contains this pair. Points are in
+    pixels, as (x, y). The centre of the upper left pixel is (0.5, 0.5).
 
     Attributes:
-        image_ids: Ids of the sample's image and of the second image. An image has the same id in
-            all pairs.
+        image_ids: Ids of the first and the second image. An image has the same id in all pairs.
         image: The second image, RGB with values from 0 to 255.
-        source: Points in the sample's image.
-        target: The corresponding points in the second image.
-        extent: Length in pixels of the longer side of the object's box in the second image. If the
-            dataset has no boxes, it is the box around the points.
+        source: Points in the first image.
+        target: The corresponding points in the second image, in the same order.
+        extent: Length in pixels of the longer side of the object's bounding box in the second
+            image. If the dataset has no boxes, the bounding box of the points is used. The
+            threshold of PCK is a fraction of this length.
         category: Class of the object that both images show.
     """
 
@@ -51,16 +54,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Search:
-    """Expected results of a search for images that show the same object or place as a query image.
+    """Ground truth of a search for images of the same object or place as a query image.
 
     Attributes:
         matches: Ids of the images that show the same object or place.
-        hard_matches: Ids of images that show it, but are difficult to find. They are not in
-            `matches`.
+        hard_matches: Ids of further images that show it, but are difficult to find. No image is
+            both here and in `matches`.
         ignored: Ids of images that count as neither right nor wrong. They are removed from the
-            ranking.
-        bystanders: Ids of images that no search ranks, such as the other queries. Several searches
-            can share this set.
+            ranking of this search.
+        bystanders: Ids of images that are removed from the rankings of all searches, such as the
+            queries. Several searches can share this set.
     """
 
     matches: frozenset[str]
@@ -69,14 +72,17 @@ class Search:
     bystanders: frozenset[str] = frozenset()
 
 
-# A check of the type `Sequence[Sample]` at run time would decode a frame.
+# The base class is `Sequence[Any]`, because a run-time check of the type `Sequence[Sample]` would
+# decode a frame.
 @dataclass(frozen=True)
 class Frames(Sequence[Any]):
-    """Sequence of the frames of a video. A frame is decoded each time it is accessed.
+    """Sequence of the frames of a video, each of which is a `Sample` (an image with annotations).
+
+    A frame is decoded each time it is accessed.
 
     Attributes:
         num_frames: Number of frames.
-        read: Function that decodes the frame with a given number, counted from 0.
+        read: Function that decodes and returns the frame with a given number, counted from 0.
     """
 
     num_frames: int
@@ -93,19 +99,20 @@ class Frames(Sequence[Any]):
 
 @dataclass(frozen=True)
 class Sample:
-    """An image with its annotations. An annotation is None if the dataset does not have it.
+    """An image with its annotations. Annotations that the dataset lacks are None.
 
     Attributes:
         image_id: Id of the image, unique within the dataset.
         image: RGB image with values from 0 to 255.
-        mask: Class of each pixel, or `IGNORED`.
-        boxes: Ground-truth boxes as (x0, y0, x1, y1) in pixels. The far edges are exclusive.
-        label: Class of the whole image.
+        mask: Class number of each pixel, or 255 (`IGNORED`) for a pixel that is not scored.
+        boxes: Ground-truth boxes as (x0, y0, x1, y1) in pixels. The edges x1 and y1 are exclusive.
+        label: Class number of the whole image.
         pair: Second image with corresponding points.
-        depth: Distance of each pixel from the camera in metres, or 0 if it is unknown.
-        search: Expected results of a search with this image. None if this image is not a query.
-        frames: All frames of the video, if this sample is the first frame of a video. An object has
-            the same number in the masks of all frames. A frame without annotation has no mask.
+        depth: Depth of each pixel in metres, or 0 where it is unknown.
+        search: Ground truth of an image search in which this image is the query. None if it is not
+            a query.
+        frames: All frames of a video whose first frame is this image. An object has the same number
+            in the masks of all frames. The mask of a frame without annotation is None.
     """
 
     image_id: str
@@ -140,9 +147,10 @@ class ImageSet(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
     def fingerprint(self) -> str:
-        """Return a hexadecimal digest of all images, annotations and class names.
+        """Return a hexadecimal hash of all images, annotations and class names.
 
-        The digest has the prefix "stat-" if files were identified by size and modification time.
+        It has the prefix "stat-" if file sizes and modification times are hashed instead of file
+        contents.
         """
         ...
 
@@ -151,9 +159,8 @@ class ImageSet(Protocol):
 class Dataset(Protocol):
     """A dataset, whose methods return its image sets.
 
-    Its roles, such as "segmentation", are the evaluations that its annotations allow. A method
-    raises `DataError` if no role needs its images. For example, a dataset for "discovery" alone has
-    no training images.
+    A method raises `DataError` if the dataset has no such images. For example, a dataset that only
+    supports "discovery" has no training images.
     """
 
     @property
@@ -163,7 +170,7 @@ class Dataset(Protocol):
     def supports(self) -> frozenset[str]:
         """Return the evaluations that the annotations allow, such as "segmentation" or "depth".
 
-        They are keys of `ROLE_ANNOTATIONS`.
+        The possible values are the keys of `ROLE_ANNOTATIONS`.
         """
         ...
 
@@ -185,13 +192,15 @@ class Dataset(Protocol):
 
 
 class DatasetView:
-    """A view of a dataset that transforms each of its image sets.
+    """A dataset that applies a function to each image set of another dataset.
+
+    For example, the function selects the first 100 images.
 
     Args:
         dataset: The original dataset.
-        transform: Function that returns the transformed image set. Its arguments are the name of a
-            method of `Dataset`, such as "train", and the image set that this method returns.
-        name: Name of the view. By default, the name of the dataset.
+        transform: The function. Its arguments are the name of a method of `Dataset`, such as
+            "train", and the image set that this method returns. It returns the new image set.
+        name: Name of the new dataset. By default, the name of the original dataset.
     """
 
     def __init__(
@@ -249,7 +258,10 @@ class ImageView:
         return len(self.ids)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of this set, which differs from that of the wrapped image set."""
+        """Return the fingerprint of this image set, which is a hash of its content.
+
+        It differs from the fingerprint of the wrapped image set.
+        """
         return self._fingerprint
 
     @cached_property
@@ -270,7 +282,7 @@ ROLE_ANNOTATIONS = {
     "instances": "queries with matching images",
     "images": "images",
 }
-"""Annotations that each role of a dataset needs."""
+"""Annotations that each role needs. A role is an evaluation that a dataset supports."""
 
 SPLITS_OF_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -285,7 +297,7 @@ SPLITS_OF_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "images": ("images",),
     }
 )
-"""Names of the methods of `Dataset` that return the images of each role."""
+"""For each role of a dataset, the methods of `Dataset` that return its images."""
 
 PUBLISHED_COUNTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
@@ -297,14 +309,15 @@ PUBLISHED_COUNTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "cityscapes": {"train": 2975, "val": 500},
         "camvid": {"train": 367, "val": 101},
         "ecssd": {"val": 1000},
-        # The first number counts pairs (of the test split), the second the images of all splits.
+        # "val" is the number of pairs in the test split, "images" the number of images in all
+        # splits.
         "spair71k": {"val": 12234, "images": 1800},
         "pf_willow": {"val": 900, "images": 100},
         "holidays": {"val": 1491},
-        # Queries and database together.
+        # Queries and database images together.
         "roxford5k": {"val": 5063},
         "rparis6k": {"val": 6392},
-        # The strong copies and the originals.
+        # "val" contains the strongly edited copies and the originals, "images" only the originals.
         "copydays": {"val": 386, "images": 157},
         "davis2016": {"val": 20},
         "davis2017": {"val": 30},
@@ -318,12 +331,12 @@ _ARCHIVES = (".tar", ".tgz", ".tar.gz", ".zip")
 
 
 class Layout:
-    """Base class of datasets on disk. Methods that a subclass does not override raise `DataError`.
+    """Base class of datasets. Methods that a subclass does not override raise `DataError`.
 
-    Subclasses are dataclasses. When an instance is created, the types of its values are checked.
+    Subclasses are dataclasses. When an instance is created, the types of its fields are checked.
     """
 
-    # A subclass defines a string or a property.
+    # In a subclass, the name is a string or a property.
     name: Any
 
     def __post_init__(self) -> None:
@@ -343,22 +356,30 @@ class Layout:
 
 
 def unsupported_role_error(dataset: str, role: str) -> DataError:
-    """Return the error for a dataset without the annotations for a role, such as "segmentation".
+    """Return the error for a dataset without the annotations that an evaluation needs.
 
-    The message lists the datasets that have them.
+    The message lists the built-in datasets that have such annotations.
+
+    Args:
+        dataset: Name of the dataset.
+        role: The evaluation, such as "segmentation".
     """
     others = ", ".join(datasets_with(role))
     return DataError(f"{dataset} has no {ROLE_ANNOTATIONS[role]}. Datasets for {role}: {others}")
 
 
 def datasets_with(role: str) -> list[str]:
-    """Return the datasets in `configs/dataset` that support a role, such as "segmentation"."""
+    """Return the names of the built-in datasets that support an evaluation.
+
+    Args:
+        role: The evaluation, such as "segmentation".
+    """
     # Imported only here, because importing Hydra takes longer than running `data list`.
     from ssl_bench.composition.compose import build, compose_config
 
     names = []
     for name in config_names("dataset"):
-        # A dataset that cannot be built supports no role.
+        # Skip a dataset that cannot be built.
         with suppress(Exception):
             dataset = build(compose_config("data", [f"dataset={name}"]), "dataset")
             names += [name] if role in dataset.supports else []
@@ -366,15 +387,16 @@ def datasets_with(role: str) -> list[str]:
 
 
 def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
-    """Return the name of a published dataset, or a name such as "voc2012-62" for a part of it.
+    """Return the name under which results on a published dataset are stored.
 
-    If a split does not have the published number of images, the number of different ids in all
-    splits is appended. Thus, results on a part of the dataset are not mixed with those on the whole
-    dataset.
+    It is `name` if all splits have their published numbers of images. Otherwise, the number of
+    different ids is appended, as in "voc2012-62". Thus, tables never mix results on a part of the
+    dataset with results on the whole dataset.
 
     Args:
         name: Name of the published dataset.
-        ids: All ids in each existing split, before a part such as `train:0-50%` is selected.
+        ids: Ids of all images, pairs or videos in each split that exists on disk. If the user
+            selects a part such as `train:0-50%`, the ids of the whole split are still needed.
     """
     published = PUBLISHED_COUNTS.get(name, {})
     if all(len(images) == published.get(split, len(images)) for split, images in ids.items()):
@@ -383,7 +405,7 @@ def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
 
 
 def require_own_name(name: str) -> None:
-    """Raise `ConfigurationError` if a user's own dataset has the name of a published dataset."""
+    """Raise `ConfigurationError` if the name of a user's dataset is that of a published dataset."""
     if name in PUBLISHED_COUNTS:
         raise ConfigurationError(
             f"dataset.name={name} is the name of a published dataset. Choose another name",
@@ -399,18 +421,19 @@ def find_root(
     landmarks: Sequence[str],
     tree: str,
 ) -> Path:
-    """Return the folder of a dataset, which is the given root or a folder inside it.
+    """Find the folder of a dataset, which is `root` or one of the folders `inside` it.
+
+    The first of these folders that contains at least one of the `landmarks` is returned.
 
     Args:
         root: The folder that the user entered.
-        name: Name of the dataset.
-        inside: Relative paths below `root` at which the dataset may be.
-        landmarks: Relative paths of folders that a dataset contains. The result is the first
-            candidate folder with at least one of them.
-        tree: Expected files, for the error message.
+        name: Name of the dataset, for error messages.
+        inside: Paths relative to `root` where the dataset may be, such as "VOCdevkit/VOC2012".
+        landmarks: Subfolders by which the dataset is recognised, such as "JPEGImages".
+        tree: Description of the expected files, for error messages.
 
     Raises:
-        DataError: `root` is None, or no candidate has a landmark.
+        DataError: `root` is None, or none of the folders contains a landmark.
     """
     expected = f"expected {tree}. docs/data.md explains where to get it"
     if root is None:
@@ -426,7 +449,11 @@ def find_root(
 
 
 def resolve_folder(root: str | Path) -> Path:
-    """Return the path of a folder that the user entered. Raise `DataError` for an archive."""
+    """Return the path of a folder that the user entered, with `~` expanded.
+
+    Raises:
+        DataError: The path is an archive, such as a zip file.
+    """
     path = expand_path(root)
     if path.name.lower().endswith(_ARCHIVES) and not path.is_dir():
         command = "unzip" if path.suffix.lower() == ".zip" else "tar -xf"
@@ -435,9 +462,9 @@ def resolve_folder(root: str | Path) -> Path:
 
 
 def find_existing_folder(candidates: Sequence[Path]) -> Path:
-    """Return the first of the candidates that is a folder. If there is none, raise `DataError`."""
+    """Return the first path that is an existing folder. If there is none, raise `DataError`."""
     for folder in candidates:
         if folder.is_dir():
             return folder
     names = " or ".join(str(folder) for folder in candidates)
-    raise DataError(f"expected the folder {names}. docs/data.md shows the layout")
+    raise DataError(f"there is no folder {names}. docs/data.md shows the expected folders")

@@ -1,4 +1,4 @@
-"""Write smaller copies of images, which pretraining decodes faster."""
+"""Write smaller copies of images, which are decoded faster in pretraining."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from ssl_bench.system.files import (
 from ssl_bench.system.output import say, show_progress
 
 ABOUT = Path(".ssl-bench/shrunk.json")
-"""File below the folder of the copies that states how they were made."""
+"""Path below the folder of the copies of a file that states how they were made."""
 _QUALITY = 95
 _FORMATS = {
     **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif"), "JPEG"),
@@ -34,26 +34,28 @@ _FORMATS = {
 
 
 def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
-    """Copy images to another folder, and shrink those whose shorter side exceeds `side`.
+    """Copy images to another folder, and shrink images whose shorter side exceeds `side`.
 
-    A copy has the name and the modification time of its image. Shrunk copies are rotated by the
-    EXIF orientation. Images that are small enough and formats that Pillow does not write are copied
-    unchanged. If `out` has a copy with the modification time of its image, it is kept.
+    A copy has the name and the modification time of the original image. The EXIF orientation is
+    applied to shrunk copies. Images that are small enough and images in a format that Pillow does
+    not write are copied unchanged. An existing copy with the modification time of the original is
+    not written again.
 
     Args:
         images: All images of a folder.
-        out: Folder of the copies. It must be new, empty, or have copies of the same folder with the
-            same `side`.
+        out: Folder for the copies. It must be new, empty, or contain copies from the same folder
+            with the same `side`.
         side: Maximum length in pixels of the shorter side of a copy.
 
     Returns:
-        The content of `ABOUT`: the folder of the images, the side, the fingerprint and number of
-        the images, and their size in bytes before and after.
+        Dictionary that is also written to the file `ABOUT`. It contains the folder of the images
+        ("root"), "side", the "fingerprint" (hash) of the images, their number ("images"),
+        "bytes_before" and "bytes_after".
 
     Raises:
         ConfigurationError: `side` is less than 1, one folder contains the other, or `out` has other
             files.
-        DataError: Images cannot be read. All others have been copied.
+        DataError: Some images cannot be read. All other images have been copied.
     """
     if side < 1:
         raise ConfigurationError(f"--side must be at least 1, got {side}", hint=("--side=256",))
@@ -82,8 +84,8 @@ def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
     errors = [error for _, error in map_in_threads(copy, names) if error is not None]
     if errors:
         raise DataError(
-            f"{len(errors):,} of {len(images):,} images cannot be read, and the copies of all "
-            f"others are finished. The first: {errors[0]}"
+            f"{len(errors):,} of {len(images):,} images cannot be read. All other images have been "
+            f"copied. The first error: {errors[0]}"
         )
     if extra := sorted(set(find_image_paths(out)).difference(images.ids)):
         say(f"{len(extra):,} images in {out} have no image in {source}: {join_names(extra)}")
@@ -100,7 +102,10 @@ def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
 
 
 def _is_unfinished(out: Path, settings: dict[str, Any]) -> bool:
-    """Return whether a folder is empty or has copies with the same settings."""
+    """Return whether copies with the given settings can be written to an existing folder.
+
+    This is the case if the folder is empty, or contains copies with the same settings.
+    """
     try:
         return settings.items() <= json.loads((out / ABOUT).read_text()).items()
     except (OSError, ValueError, AttributeError):
@@ -108,12 +113,19 @@ def _is_unfinished(out: Path, settings: dict[str, Any]) -> bool:
 
 
 def _copy(path: Path, copy: Path, side: int, bits: int | None) -> None:
-    """Write the copy of one image, unless the time of an earlier copy shows that it is current."""
+    """Write the copy of one image, unless a copy with the same modification time exists.
+
+    Args:
+        path: Path of the image.
+        copy: Path of the copy.
+        side: Maximum length in pixels of the shorter side of the copy.
+        bits: Number of bits that a 16-bit image uses, such as 12. None if it is not known.
+    """
     _, modified, *_ = file_state(path)
     if copy.is_file() and copy.stat().st_mtime_ns == modified:
         return
     data = read_data_file(path)
-    # Unreadable images are errors, even if they would not be reduced.
+    # Decode every image, so that an unreadable image is an error even if it would only be copied.
     pixels = decode_upright(data, path, bits)
     height, width = pixels.shape[:2]
     kind, factor = _FORMATS.get(path.suffix.lower()), side / min(height, width)
@@ -123,7 +135,7 @@ def _copy(path: Path, copy: Path, side: int, bits: int | None) -> None:
         try:
             small.resize(size, Image.Resampling.BICUBIC).save(buffer, kind, quality=_QUALITY)
             data = buffer.getvalue()
-        # A format may limit the size, as WebP does. The copy is then as large as the image.
+        # Some formats limit the size of an image, such as WebP. The image is then copied unchanged.
         except (OSError, ValueError):
             pass
     write_atomically(copy, lambda file: file.write(data))

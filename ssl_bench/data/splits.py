@@ -1,6 +1,6 @@
-"""Parse splits and lists of images, and apply the config keys that all datasets share.
+"""Parse names of splits and lists of images, and apply the config keys of all datasets.
 
-Examples of these keys are `data.limit`, `data.bits` and `corrupt`. `SHARED` lists all of them.
+Examples of such keys are `data.limit`, `data.bits` and `corrupt`. `SHARED` lists all of them.
 """
 
 import codecs
@@ -55,9 +55,9 @@ class Split:
     """A split such as `train2017`, or a part of it such as `train2017:0-75%`.
 
     Attributes:
-        name: Name of the split in the dataset.
-        start: Position in the sorted ids at which the part begins, in percent.
-        stop: Position in the sorted ids at which the part ends, in percent. It is exclusive.
+        name: Name of the split, such as "train2017".
+        start: Position at which the part begins in the sorted image ids, in percent.
+        stop: Position at which the part ends in the sorted image ids, in percent and exclusive.
     """
 
     name: str
@@ -69,8 +69,7 @@ class Split:
         """Parse a split in the form `NAME`, or a part of a split in the form `NAME:a-b%`.
 
         Raises:
-            ConfigurationError: The text has neither of these forms, or `0 <= a < b <= 100` is
-                false.
+            ConfigurationError: The text does not have one of these forms with `0 <= a < b <= 100`.
         """
         match = _SPLIT.fullmatch(text)
         if match is not None:
@@ -84,16 +83,19 @@ class Split:
         )
 
     def cut(self, ids: Collection[str]) -> tuple[str, ...]:
-        """Return the ids that belong to this part of a split, sorted.
+        """Sort the ids of a whole split, and return the ids that belong to this part of it.
 
-        Adjacent parts, such as 0-75% and 75-100%, neither overlap nor leave a gap.
+        Adjacent parts, such as 0-75% and 75-100%, neither overlap nor leave out an id.
         """
         first, last = (int(len(ids) * share / 100) for share in (self.start, self.stop))
         return tuple(sorted(ids)[first:last])
 
 
 def require_disjoint(train: str, val: str) -> None:
-    """Raise ConfigurationError if the training split and the scored split overlap."""
+    """Raise ConfigurationError if the training split and the scored split share images.
+
+    For example, `train:0-75%` and `train:50-100%` share images.
+    """
     a, b = Split.parse(train), Split.parse(val)
     if a.name == b.name and max(a.start, b.start) < min(a.stop, b.stop):
         raise ConfigurationError(
@@ -103,7 +105,10 @@ def require_disjoint(train: str, val: str) -> None:
 
 
 def _division_hint(split: str) -> tuple[str, str]:
-    """Return the settings that use 75% of a split for training and the rest for scoring."""
+    """Return the settings that use 75% of a split for training and the rest for scoring.
+
+    They are shown as a hint in error messages.
+    """
     name = escape_braces(split)
     return f"dataset.train_split={name}:0-75%", f"dataset.val_split={name}:75-100%"
 
@@ -130,17 +135,18 @@ def read_lines(path: Path) -> list[str]:
 def missing_split_error(
     name: str, present: Sequence[str], where: Path, divisible: Sequence[str] | None = None
 ) -> DataError:
-    """Return the error for a missing split. Its hint suggests dividing an existing split in two.
+    """Return the error for a missing split. It suggests dividing an existing split.
 
     Args:
         name: Name of the missing split.
         present: Names of the existing splits.
-        where: Path of the folder or list that contains the splits.
-        divisible: Names of the splits that the hint may divide. By default, all existing splits.
+        where: Path of the folder that contains the splits, or name of the dataset.
+        divisible: Names of the splits that may be divided. By default, all existing splits.
     """
     if not present:
         return DataError(f"{where} contains no splits, expected {name}. See docs/data.md")
-    # VOC also has 60 lists of single classes, which have longer names than the lists of splits.
+    # Name only the splits with the shortest names. VOC also has 60 lists of single classes, whose
+    # names are longer than those of the splits.
     shortest = sorted(present, key=lambda other: (len(other), other))[:5]
     ordered = shortest if divisible is None else sorted(divisible)
     first = next((other for other in ordered if other.startswith("train")), ordered[0])
@@ -152,7 +158,7 @@ def missing_split_error(
 
 
 def read_list(path: Path) -> list[str]:
-    """Read a text file that lists images, and return its lines without blank ones.
+    """Read a text file that lists images, and return its lines except blank lines.
 
     Raises:
         DataError: The file does not exist. The error names the other lists in its folder.
@@ -165,25 +171,26 @@ def read_list(path: Path) -> list[str]:
 
 
 def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
-    """Return the id of the image that each line of a list refers to.
+    """Return the image id to which each line of a list refers.
 
     A line begins with an id such as "pet0", a file name or a path. Further columns may follow: any
-    text after a file name, but only numbers or paths after an id. For example, "pet0 (2)" is never
-    the id "pet0", because "(2)" is not a number. Names may contain blanks and dots, so the longest
-    name with an existing file is used. The list and the folder may use different Unicode forms of
-    a name.
+    text after a file name, but only numbers or paths after an id. For example, the line "pet0 (2)"
+    does not refer to the id "pet0", because "(2)" is not a number. Names may contain blanks and
+    dots, so the longest name with an existing file is used. The list and the folder may use
+    different Unicode forms of a name.
 
     Args:
         lines: The lines of a list.
         files: The image files. If no file matches a line, the line without the image suffix becomes
-            the id, and the image is later reported as missing.
+            the id. Such an image is later reported as missing.
     """
-    # A listed name may end in "_left" if the suffix is "_left.png".
+    # Endings to remove from a listed name: if the suffix is "_left.png", they are "_left.png", ""
+    # and "_left".
     endings = (files.suffix, "", PurePosixPath(files.suffix).stem)
 
     @cache
     def list_names(folder: str) -> dict[str, str]:
-        """Return a dictionary from the names in a folder, and their Unicode NFC forms, to names."""
+        """Return the names in a folder, by name and by the Unicode NFC form of the name."""
         names: list[str] = []
         with suppress(OSError), os.scandir(files.folder / folder) as entries:
             names = [entry.name for entry in entries]
@@ -201,7 +208,8 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
         return f"{parent}/{actual}" if parent and actual else actual
 
     def find_id(line: str) -> str:
-        # A plain id needs no search for its file. Most published lists contain only plain ids.
+        # Do not search for the file of a plain id, because most published lists contain only plain
+        # ids.
         if _PLAIN_NAME.fullmatch(line) and not line.endswith(endings[2]):
             return line
         for folder, name in _possible_names(line, files.suffix):
@@ -218,16 +226,16 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
 
 def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
-    """Yield the folder and file name of each path that a line of a list may contain.
+    """Yield the folder and file name of each path to which a line of a list may refer.
 
-    For the line "a/7.png 3", they are ("a", "7.png 3"), ("", "7.png 3"), ("a", "7.png") and
-    ("", "7.png").
+    For the line "a/7.png 3" and the suffix ".png", they are ("a", "7.png 3"), ("", "7.png 3"),
+    ("a", "7.png") and ("", "7.png").
     """
     for path in _drop_columns(line, suffix):
         *folders, name = [part for part in path.split("/") if part not in ("", ".", "..")] or [""]
         for start in range(len(folders) + 1):
             # Do not remove a folder with a blank in its name, because the blank may separate two
-            # columns.
+            # columns of the line.
             if start and re.search(r"\s", folders[start - 1]):
                 break
             yield "/".join(folders[start:]), name
@@ -236,9 +244,10 @@ def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
 def _drop_columns(line: str, suffix: str) -> Iterator[str]:
     """Yield the names with which a line of a list may begin, the longest first.
 
-    They are the line itself, and the line without its last columns. Columns are only removed if
-    they are numbers or paths, or if the rest is a file name. For example, the line "pet0 1 2"
-    yields "pet0 1 2", "pet0 1" and "pet0".
+    They are the line itself, and the line without one or more of its last columns. For example, the
+    line "pet0 1 2" yields "pet0 1 2", "pet0 1" and "pet0". Columns are only removed if they are
+    numbers or paths, or if the remaining text is a file name, which ends in `suffix` or another
+    image suffix.
     """
     yield line
     suffixes = (suffix.lower(), *IMAGE_SUFFIXES) if suffix else IMAGE_SUFFIXES
@@ -250,9 +259,10 @@ def _drop_columns(line: str, suffix: str) -> Iterator[str]:
 
 
 def shared_values(config: Any) -> dict[str, Any]:
-    """Return the values of the config keys that all datasets share, if the configuration has them.
+    """Return the values of the config keys that all datasets share, such as `data.limit`.
 
-    `SHARED` lists these keys and their types.
+    Keys that the configuration does not contain are left out. `SHARED` lists all keys and their
+    types.
     """
     values = {}
     for key, kind in SHARED.items():
@@ -263,13 +273,13 @@ def shared_values(config: Any) -> dict[str, Any]:
 
 
 def apply_shared_values(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
-    """Apply the config keys that all datasets share, and return a view of the dataset.
+    """Return a dataset to which the config keys that all datasets share are applied.
 
     The keys set how files are read, limit the number of images, and corrupt images.
 
     Args:
-        dataset: The dataset.
-        values: Value of each shared key, as `shared_values` returns them.
+        dataset: The original dataset.
+        values: Value of each shared key, such as {"data.limit": 100, ...}.
 
     Raises:
         ConfigurationError: Both `data.first` and `data.limit` are set.
@@ -291,9 +301,9 @@ def apply_shared_values(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
 
 
 class CachedDataset(DatasetView):
-    """A dataset that opens each of its image sets once and then reuses it.
+    """A dataset that opens each of its image sets only once, because opening it takes time.
 
-    Opening an image set checks that all of its files exist.
+    When an image set is opened, it checks that all of its files exist.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -307,10 +317,10 @@ class CachedDataset(DatasetView):
 
 
 class ListedDataset(CachedDataset):
-    """A dataset that lists its files once, so that all tasks of a command use the same images.
+    """A dataset that lists its files only once, so that all tasks of a command use the same images.
 
-    Fingerprints (hashes of the images) are computed again for each task, because files may change
-    between two tasks.
+    In contrast, fingerprints (hashes of the images) are computed again for each task, because files
+    may change between two tasks.
     """
 
     def _open_images(self, method: str) -> ImageSet:
@@ -318,9 +328,9 @@ class ListedDataset(CachedDataset):
 
 
 def _drop_cached_fingerprint(images: ImageSet) -> ImageSet:
-    """Return a copy of an image set without its cached fingerprint.
+    """Return a copy of an image set without its cached fingerprint (a hash of the images).
 
-    An image set that is not a dataclass is returned as it is.
+    An image set that is not a dataclass is returned unchanged.
     """
     if not is_dataclass(images) or isinstance(images, type):
         return images
@@ -334,7 +344,15 @@ def _drop_cached_fingerprint(images: ImageSet) -> ImageSet:
 
 
 def limit_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> DatasetView:
-    """Return a dataset with at most `limit` images in each split. Its name states the limit."""
+    """Return a dataset with at most `limit` images in each split.
+
+    The limit is appended to its name, as in "voc2012-limit64".
+
+    Args:
+        dataset: The original dataset.
+        limit: Maximum number of images.
+        first: Whether to select the first images. Otherwise, the selected images are evenly spaced.
+    """
     name = _limited_name(dataset.name, limit, first)
     return DatasetView(dataset, lambda _, images: limit_images(images, limit, first=first), name)
 
@@ -342,12 +360,13 @@ def limit_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> Datas
 def limit_images(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
     """Return a subset of at most `limit` images, with a name such as "voc2012-limit64".
 
-    The name differs from that of the whole set, so that their results are not mixed.
+    The name differs from the name of the whole image set, so that their results are not mixed.
 
     Args:
-        images: A split, which may be sorted by class.
+        images: The whole image set.
         limit: Maximum number of images.
-        first: Select the first images. Otherwise, the selected images are evenly spaced.
+        first: Whether to select the first images. Otherwise, the selected images are evenly spaced,
+            because images are often sorted by class.
     """
     count = min(limit, len(images))
     selected = [index if first else index * len(images) // count for index in range(count)]
@@ -359,9 +378,10 @@ def _limited_name(name: str, limit: int, first: bool) -> str:
 
 
 def sample_ids(ids: Sequence[str], count: int) -> tuple[str, ...]:
-    """Select the `count` ids with the smallest SHA-256, and return them in their original order.
+    """Select `count` pseudo-random ids, and return them in their original order.
 
-    Most of the selected ids stay the same if images are added or removed.
+    The ids with the smallest SHA-256 are selected. Thus, most of the selected ids stay the same if
+    ids are added or removed.
     """
     by_digest = sorted(ids, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
     selected = set(by_digest[:count])
@@ -369,6 +389,6 @@ def sample_ids(ids: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def sample_indices(ids: Sequence[str], count: int) -> list[int]:
-    """Return the indices of the ids that `sample_ids` selects."""
+    """Return the indices of `count` pseudo-random ids, which `sample_ids` selects."""
     selected = set(sample_ids(ids, count))
     return [index for index, image_id in enumerate(ids) if image_id in selected]

@@ -33,10 +33,11 @@ _UPRIGHT = hashlib.sha256(b"1").hexdigest()
 
 @dataclass(frozen=True)
 class Files:
-    """Files in a folder. Each file name consists of an image id and a suffix.
+    """Files in a folder, whose names consist of an image id and a suffix.
 
     Attributes:
-        folder: Folder of the files. An id such as "cat/07" belongs to a file in a subfolder.
+        folder: Folder of the files. An id such as "cat/07" belongs to a file in the subfolder
+            "cat".
         suffix: End of each file name, such as ".jpg" or "_mask.png".
         excluded_suffix: Files whose names end in this text are left out, even if their names also
             end in `suffix`.
@@ -66,10 +67,10 @@ class Files:
         return name.endswith(self.suffix) and not is_excluded and not name.startswith(".")
 
     def list_missing(self, ids: Sequence[str]) -> list[str]:
-        """Return the names of the files that are missing for the given ids.
+        """Return the names of the files that do not exist for the given image ids.
 
-        Whole folders are listed, because looking up 100,000 single files on a network drive takes
-        minutes.
+        The function lists each folder once, because checking 100,000 files one by one on a network
+        drive takes minutes.
         """
         file_names: dict[str, frozenset[str]] = {}
         missing = []
@@ -79,7 +80,8 @@ class Files:
                 file_names[folder] = frozenset()
                 with suppress(OSError), os.scandir(self.folder / folder) as entries:
                     file_names[folder] = frozenset(e.name for e in entries if e.is_file())
-            # On some file systems, `is_file` ignores upper and lower case.
+            # On file systems that ignore case, `is_file` also finds a file whose name has other
+            # case.
             if name not in file_names[folder] and not self.path(image_id).is_file():
                 missing.append(name)
         return missing
@@ -87,11 +89,14 @@ class Files:
 
 @dataclass(frozen=True)
 class LabelMap:
-    """Mapping from the numbers that a mask stores to classes. Other numbers raise an error.
+    """Mapping from the numbers that a mask stores to class numbers.
+
+    A number without a class raises an error.
 
     Attributes:
-        classes: Class of each allowed number from 0 to 255. The class may be `IGNORED`.
-        hint: Advice in the error about a number that is not in `classes`.
+        classes: Class of each allowed number from 0 to 255. The class is 255 (`IGNORED`) for pixels
+            that are not scored.
+        hint: Advice for the message of this error.
     """
 
     classes: Mapping[int, int]
@@ -100,10 +105,14 @@ class LabelMap:
     def apply(
         self, stored: Integer[np.ndarray, "height width"], path: str | Path
     ) -> UInt8[np.ndarray, "height width"]:
-        """Replace each number that a mask stores by its class.
+        """Return the class of each pixel of a mask.
+
+        Args:
+            stored: Number that the mask stores for each pixel.
+            path: Path or description of the mask, for the error message.
 
         Raises:
-            DataError: A number has no class. The message contains the number and the file.
+            DataError: The mask stores a number without a class.
         """
         if stored.dtype != np.uint8 and not ((stored >= 0) & (stored < 256)).all():
             raise self._unknown_label(int(stored[(stored < 0) | (stored > 255)][0]), path)
@@ -119,7 +128,8 @@ class LabelMap:
         return table
 
     def _unknown_label(self, value: int, path: str | Path) -> DataError:
-        # In a run of consecutive numbers, the number minus its position is constant.
+        # Write runs of consecutive numbers as "0-20". In such a run, the difference between a
+        # number and its position in the sorted list is constant.
         positions = enumerate(sorted(self.classes))
         runs = [[n for _, n in run] for _, run in groupby(positions, key=lambda p: p[1] - p[0])]
         known = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
@@ -133,7 +143,8 @@ class Masks:
     Attributes:
         files: The mask files.
         labels: Class of each stored number.
-        has_voc_palette: Whether colour palettes must have the order of PASCAL VOC's palette.
+        has_voc_palette: Whether the colour palettes of masks must have the order of PASCAL VOC's
+            palette.
     """
 
     files: Files
@@ -144,19 +155,21 @@ class Masks:
         """Read the mask of an image, and return the class of each pixel.
 
         Raises:
-            DataError: The file is not a valid mask, or stores a number without a class. See
-                `read_indices` and `LabelMap.apply`.
+            DataError: The file is not a valid mask, or stores a number without a class.
         """
         path = self.files.path(image_id)
         return self.labels.apply(read_indices(path, has_voc_palette=self.has_voc_palette), path)
 
     def meaning(self) -> str:
-        """Return the class of every mask number as text, for the hash of the image set."""
+        """Return the class of each stored number as text.
+
+        The fingerprint (hash) of the image set depends on this text.
+        """
         return repr(sorted(self.labels.classes.items()))
 
 
 class Boxes:
-    """Base class of ground-truth boxes, which are read by image id.
+    """Base class of the ground-truth boxes of a dataset. They are read by image id.
 
     Attributes:
         files: One annotation file for each image, or None if one file stores the boxes of all
@@ -168,12 +181,14 @@ class Boxes:
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Return the boxes of an image in the form that `validate_boxes` returns.
+        """Return the boxes of an image as (x0, y0, x1, y1) in pixels.
+
+        The edges x1 and y1 are exclusive.
 
         Args:
             image_id: Id of the image.
-            size: Height and width of the image in pixels, or None. If given, boxes that do not fit
-                the image are errors.
+            size: Height and width of the image in pixels, or None. If it is given, boxes that do
+                not fit the image are errors.
         """
         raise NotImplementedError
 
@@ -182,10 +197,10 @@ class Boxes:
         return self.files.list_missing(ids) if self.files else []
 
     def meaning(self, image_id: str) -> str:
-        """Return a text about the boxes of an image, for the hash of the image set.
+        """Return the settings that determine the boxes of an image, as text.
 
-        The hash also depends on the annotation files in `files`. The text states what else
-        determines the boxes, such as a setting that leaves out difficult objects.
+        For example, the text states whether difficult objects are left out. The fingerprint (hash)
+        of the image set depends on this text and on the annotation files.
         """
         raise NotImplementedError
 
@@ -193,8 +208,10 @@ class Boxes:
 def parse_numbers(value: object, count: int) -> list[float]:
     """Check that a JSON value is a list of `count` numbers, and return them as floats.
 
+    The numbers are coordinates in pixels.
+
     Raises:
-        ValueError: The value is not such a list, or the magnitude of a number is not below 2^31.
+        ValueError: The value is not such a list, or the absolute value of a number is 2^31 or more.
     """
     if not (
         isinstance(value, (list, tuple))
@@ -214,20 +231,21 @@ def validate_boxes(
     stated_size: tuple[float, float] | None = None,
     allow_flat: bool = False,
 ) -> Float64[np.ndarray, "boxes 4"]:
-    """Check boxes, and return them as (x0, y0, x1, y1) in pixels, with exclusive far edges.
+    """Check the boxes of an image, and return them as an array of (x0, y0, x1, y1) in pixels.
 
-    If `size` is given, each box must overlap its image. It may extend beyond the image by at most
-    one image width to the left and right, and by one image height above and below. Boxes are not
-    clipped to the image, as in the published code of the evaluated methods.
+    The edges x1 and y1 are exclusive. If `size` is given, each box must overlap the image. It may
+    extend beyond the image by at most one image width to the left and right, and by one image
+    height above and below. As in the published code of the evaluated methods, boxes are not clipped
+    to the image.
 
     Args:
-        corners: Coordinates (x0, y0, x1, y1) of each box.
-        file: File that contains the boxes.
+        corners: Coordinates (x0, y0, x1, y1) of each box in pixels.
+        file: File or image with the boxes, for error messages.
         names: Name of each object, for error messages.
         size: Height and width of the decoded image, or None to skip the comparison with the image.
-        stated_size: Height and width of the image according to the file, or None.
-        allow_flat: Accept boxes without height or width. COCO has a few, rounding creates more, and
-            LOST counts them as objects that no predicted box hits.
+        stated_size: Height and width of the image according to the annotation file, or None.
+        allow_flat: Whether to accept boxes without height or width. COCO has a few, and rounding
+            creates more. LOST counts them as objects that no predicted box hits.
 
     Raises:
         DataError: A box is invalid. The message names the file and the first invalid object.
@@ -270,11 +288,13 @@ def validate_boxes(
 class FileSet:
     """Base class of sets of samples that are stored in files, such as one split of a dataset.
 
+    A sample is an image, a pair of images, or a video, with its annotations.
+
     Attributes:
         name: Name of the dataset.
         split: Name of the split.
         source: File or folder from which the ids were read, for error messages.
-        ids: Ids of the samples, which are images, pairs of images, or videos.
+        ids: Ids of the samples.
         images: The image files.
         class_names: Names of the classes, in the order of their numbers.
         options: Options for reading and identifying the files.
@@ -300,23 +320,29 @@ class FileSet:
         return replace(self, options=options)
 
     def select(self, name: str, indices: Sequence[int]) -> "FileSet":
-        """Return the samples at the given indices as a set with the given name."""
+        """Return a subset of the samples, with a new name.
+
+        Args:
+            name: Name of the subset.
+            indices: Indices of its samples in this set.
+        """
         return replace(self, name=name, ids=tuple(self.ids[index] for index in indices))
 
     def identify_parts(
         self, parts: Iterable[FilePart], total: int
     ) -> closing[Generator[str, None, None]]:
-        """Compute the SHA-256 of files of this set, or read their sizes and times.
+        """Identify files of this set by their SHA-256, or by their size and modification time.
 
-        The option `options.fingerprint` chooses between the two, see `fingerprints.identify_parts`.
+        The SHA-256 is used if `options.fingerprint` is "content", and the size and time if it is
+        "stat".
 
         Args:
             parts: The files, or parts of files that are hashed separately.
-            total: Number of parts.
+            total: Number of parts, for the progress bar.
 
         Returns:
-            Context manager for a generator, which yields one text for each part, such as its
-            SHA-256. The generator is closed on exit.
+            A generator that yields one text for each part, such as its SHA-256. Use it in a `with`
+            statement, which closes it at the end.
         """
         return closing(
             identify_parts(
@@ -329,10 +355,10 @@ class FileSet:
         )
 
     def require_ids(self, kind: str) -> None:
-        """Raise DataError if there are no ids or if an id occurs twice.
+        """Raise DataError if this set has no ids or if an id occurs twice.
 
         Args:
-            kind: What an id stands for, such as "image". It is used in error messages.
+            kind: Word for a sample in the error message, such as "image".
         """
         if not self.ids:
             raise DataError(f"{self.source} has no {kind} for the split {self.split}")
@@ -340,7 +366,15 @@ class FileSet:
             raise DataError(f"{self.source} lists the same {kind} twice. Remove repeated lines")
 
     def require_files(self, files: "Files | Boxes", ids: Sequence[str], kind: str) -> None:
-        """Raise DataError if a file is missing for any of the given ids. No file is opened."""
+        """Raise DataError if a file of one of the given ids is missing.
+
+        No file is opened.
+
+        Args:
+            files: The files, such as masks.
+            ids: The ids.
+            kind: Word for the files in the error message, such as "masks".
+        """
         if missing := files.list_missing(ids):
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
@@ -350,19 +384,19 @@ class FileSet:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Return up to five names, separated by commas. Further names are replaced by "..."."""
+    """Join the first five names with commas. If there are more, "..." follows."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 @dataclass(frozen=True)
 class FileImageSet(FileSet, IdentifiedImages):
-    """An `ImageSet` that decodes the files of an image when the image is accessed.
+    """A set of images that are stored in files. A file is decoded when its image is accessed.
 
     Attributes:
         masks: The segmentation masks, or None.
         boxes: The ground-truth boxes, or None.
-        upright: Whether to apply the EXIF orientation. It must be False if masks or boxes refer to
-            the pixels as they are stored.
+        upright: Whether to rotate images according to their EXIF orientation. It must be False if
+            masks or boxes refer to the pixels as they are stored.
     """
 
     masks: Masks | None = None
@@ -401,7 +435,7 @@ class FileImageSet(FileSet, IdentifiedImages):
 
     @cached_property
     def _identities(self) -> Identities:
-        # With data.fingerprint=stat, no file is opened, so orientations are not read.
+        # With data.fingerprint=stat, no file is opened, so EXIF orientations are not read.
         reads_orientation = self.upright and self.options.fingerprint == "content"
         files_per_image = len(self.files(0)) if self.ids else 1
 
@@ -416,7 +450,7 @@ class FileImageSet(FileSet, IdentifiedImages):
             for image_id in self.ids:
                 image, *labels = islice(identities, files_per_image)
                 orientation = next(identities) if reads_orientation else _UPRIGHT
-                # The identity of a rotated image differs from that of its file.
+                # The text that identifies a rotated image also contains its orientation.
                 image = image if orientation == _UPRIGHT else f"{image} {orientation}"
                 yield image_id, image, *labels, self.boxes.meaning(image_id) if self.boxes else ""
 

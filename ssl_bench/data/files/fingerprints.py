@@ -1,8 +1,8 @@
 """Compute the fingerprint of an image set, which is a SHA-256 of its images and annotations.
 
 Each file is read once, and its SHA-256 is stored in the user's cache folder, in 64 bytes per file.
-A stored SHA-256 is valid as long as the size, times and inode of the file stay the same. The
-SHA-256 of a file that was written less than two seconds before it was read is not stored.
+A stored SHA-256 is valid as long as the size, times and inode of the file stay the same. If a file
+was written less than two seconds before it was read, its SHA-256 is not stored.
 """
 
 import hashlib
@@ -41,13 +41,13 @@ _CHUNKS_AHEAD = 1024
 _MAX_CHUNK = 32
 _SAVE_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
-# Increase the number if the meaning of cached keys or states changes.
+# Increase the number in this header if the meaning of cached keys or states changes.
 _HEADER = b"ssl-bench sha256 of files 1\n"
 # A cache entry consists of a hash of its name, a hash of the state of its files, and a digest.
 _KEY_BYTES, _STATE_BYTES, _DIGEST_BYTES = 16, 16, 32
 _ENTRY_BYTES = _KEY_BYTES + _STATE_BYTES + _DIGEST_BYTES
-# Resolution of file times on FAT. A file that was written more recently than this may change again
-# without a change of its times.
+# Resolution of file times on the file system FAT, in nanoseconds. If a file was written more
+# recently than this, it may change again without a change of its times.
 RACY_NS = 2 * 10**9
 
 
@@ -55,9 +55,10 @@ def compute_fingerprint(rows: Iterable[Sequence[object]], kind: FingerprintKind 
     """Return the fingerprint of an image set, which is the SHA-256 of rows that describe it.
 
     Args:
-        rows: Rows of JSON values, such as the id of an image and the SHA-256 of its file.
-        kind: "stat" if the rows contain sizes and times of files instead of hashes of their
-            content. The fingerprint then begins with "stat-".
+        rows: Rows of JSON values. For example, a row contains the id of an image and the SHA-256 of
+            its file.
+        kind: "content" if the rows contain hashes of files. "stat" if they contain sizes and
+            modification times instead, so that the fingerprint begins with "stat-".
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -70,8 +71,9 @@ def extend_fingerprint(fingerprint: str, *rows: Sequence[object]) -> str:
     """Return the fingerprint of an image set that is derived from another image set.
 
     Args:
-        fingerprint: Fingerprint (hash) of the other set. A prefix "stat-" is kept.
-        rows: JSON values that describe the difference, such as ["bits", 12].
+        fingerprint: Fingerprint (hash) of the other image set. A prefix "stat-" is kept.
+        rows: Rows of JSON values that describe the difference between the sets, such as ["bits",
+            12].
     """
     return compute_fingerprint([[fingerprint], *rows], fingerprint_kind(fingerprint))
 
@@ -93,31 +95,37 @@ class ReadOptions:
     Attributes:
         fingerprint: How files are identified: by their "content", or by "stat", which is their size
             and modification time.
-        bits: Number of bits that 16-bit images use if their headers do not state it, or None.
+        bits: Number of bits that 16-bit images use, such as 12 for values up to 4095. It only
+            applies to images whose headers do not state it. None if it is unknown.
     """
 
     fingerprint: FingerprintKind = "content"
     bits: int | None = None
 
     def compute_fingerprint(self, rows: Iterable[Sequence[object]]) -> str:
-        """Return the fingerprint of an image set from rows of JSON values that describe it.
+        """Return the fingerprint (hash) of an image set that consists of the given rows.
 
-        The fingerprint also depends on `bits`, because this option changes the pixels of some
+        The fingerprint also depends on the option `bits`, because it changes the pixels of 16-bit
         images.
+
+        Args:
+            rows: Rows of JSON values. For example, a row contains the id of an image and the
+                SHA-256 of its file.
         """
         fingerprint = compute_fingerprint(rows, self.fingerprint)
-        # `bits=16` changes no pixel of an image that is readable without this key.
+        # With `bits=16`, images that are readable without this option have the same pixels.
         if self.bits in (None, 16):
             return fingerprint
         return extend_fingerprint(fingerprint, ["bits", self.bits])
 
     def hash_rows(self, first: Sequence[object], rows: Iterable[tuple[str, ...]]) -> "Identities":
-        """Compute the fingerprint of an image set and the hashes of its images.
+        """Compute the fingerprint (hash) of an image set and a hash of each of its images.
 
         Args:
-            first: Description of the whole set, such as the class of each mask number.
-            rows: One row for each image: its id, and the identities of its file, mask and boxes.
-                For example, the identity of a file is its SHA-256.
+            first: JSON values that describe the whole set, such as the class of each number in
+                masks.
+            rows: One row for each image. It consists of the image id and of texts that identify the
+                files of the image, its mask and its boxes, such as their SHA-256.
         """
         files: list[int] = []
         samples: list[int] = []
@@ -138,7 +146,7 @@ class Identities(NamedTuple):
     """Hashes that identify an image set and each of its images.
 
     Attributes:
-        fingerprint: Fingerprint of the whole set.
+        fingerprint: Hash of the whole set, in hexadecimal digits.
         files: Hash of the file of each image.
         samples: Hash of the file, mask and boxes of each image.
     """
@@ -149,7 +157,12 @@ class Identities(NamedTuple):
 
 
 class IdentifiedImages:
-    """Base class of image sets whose images are files below `folder`, or members of tar files."""
+    """Base class of image sets whose images are files, or members of tar files.
+
+    Attributes:
+        folder: Folder that contains all files, directly or in subfolders.
+        options: Options for reading and identifying the files.
+    """
 
     folder: Path
     options: ReadOptions
@@ -158,19 +171,19 @@ class IdentifiedImages:
         raise NotImplementedError
 
     def path(self, index: int) -> Path:
-        """Return the path of an image.
+        """Return the path of the image at the given index.
 
-        For an image in a tar file, it is the path of the tar file followed by the name in the tar
-        file.
+        If the image is in a tar file, the path of the tar file is followed by the image's path in
+        it.
         """
         raise NotImplementedError
 
     def files(self, index: int) -> tuple[Path, ...]:
-        """Return the paths of all files of an image, including those of its mask and boxes."""
+        """Return the paths of an image's file and of the files of its mask and boxes."""
         raise NotImplementedError
 
     def content_sha256(self, index: int) -> str:
-        """Return the SHA-256 of an image file's content, even if data.fingerprint is "stat"."""
+        """Return the SHA-256 of the content of an image's file, even with data.fingerprint=stat."""
         raise NotImplementedError
 
     @cached_property
@@ -178,12 +191,12 @@ class IdentifiedImages:
         raise NotImplementedError
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 that identifies the images and annotations of the set.
+        """Return a SHA-256 that identifies the images and annotations of this image set.
 
         It depends on the ids in their order, the content of each file, the class of each number in
         masks, `data.bits`, and whether the EXIF orientation is applied. With data.fingerprint=stat,
-        the size and modification time of a file replace its content. The fingerprint does not
-        depend on the name or the folder of the set.
+        the size and modification time of a file are used instead of its content. The name and the
+        folder of the set have no effect.
 
         Raises:
             DataError: A file cannot be read, or has changed since the set was opened.
@@ -191,18 +204,18 @@ class IdentifiedImages:
         return self._identities.fingerprint
 
     def file_hashes(self) -> UInt64[np.ndarray, " images"]:
-        """Return a hash of the file of each image."""
+        """Return the hash of each image's file."""
         return self._identities.files
 
     def sample_hashes(self) -> list[str]:
-        """Return a hash of the file, mask and boxes of each image, in hexadecimal digits."""
+        """Return a hash of each image with its mask and boxes, in hexadecimal digits."""
         return [f"{number:016x}" for number in self._identities.samples.tolist()]
 
 
 def with_read_options(images: ImageSet, options: ReadOptions) -> ImageSet:
-    """Return a copy of an image set with other options for reading its files.
+    """Return a copy of an image set that reads its files with the given options.
 
-    If the set has no such options, the set itself is returned.
+    If the image set has no such options, it is returned unchanged.
     """
     method = getattr(images, "with_read_options", None)
     return method(options) if method else images
@@ -214,19 +227,20 @@ def dataset_with_read_options(dataset: Dataset, options: ReadOptions) -> Dataset
 
 
 def file_hashes(images: ImageSet) -> UInt64[np.ndarray, " images"]:
-    """Return a hash of the file of each image.
+    """Return the hash of each image's file.
 
-    If an image set has no hashes of its files, all images get the hash of the set's fingerprint.
+    If the image set has no hashes of its files, all images get the same hash, which depends on the
+    whole set.
     """
     method = getattr(images, "file_hashes", None)
     return method() if method else np.full(len(images), _to_number(images.fingerprint()), np.uint64)
 
 
 def sample_hashes(images: ImageSet) -> list[str]:
-    """Return a text for each image that depends on the image's file, mask and boxes.
+    """Return a text for each image that changes if the image, its mask or its boxes change.
 
-    If files are identified by sizes and times, the text consists of the fingerprint of the set and
-    the image id. The same holds for a set without hashes of its images.
+    It is a hash of their content if the image set has such hashes. Otherwise, or with
+    data.fingerprint=stat, it consists of the fingerprint (hash) of the whole set and the image id.
     """
     fingerprint = images.fingerprint()
     method = getattr(images, "sample_hashes", None)
@@ -266,8 +280,8 @@ def identify_parts(
         kind: Whether files are identified by their "content", or by "stat", which is their size and
             modification time.
         title: Name of the image set, for messages.
-        folder: Folder or file of the image set. It has its own cache file.
-        total: Number of parts.
+        folder: Folder or file of the image set. Each folder has its own cache file.
+        total: Number of parts, for the progress bar.
 
     Raises:
         DataError: A file cannot be read, or changes while it is read.
@@ -293,8 +307,8 @@ def identify_parts(
                 if now - start > _PATIENCE_SECONDS:
                     say_once(
                         f"reading {total:,} files of {title} to compute their SHA-256, which is "
-                        "stored for the next run. data.fingerprint=stat would only use their sizes "
-                        "and times"
+                        "stored for the next run. With data.fingerprint=stat, only the sizes and "
+                        "modification times of the files are used"
                     )
                 # Save regularly, because the process may be killed.
                 if now - last_save > _SAVE_SECONDS:
@@ -306,7 +320,7 @@ def identify_parts(
 
 
 def cached_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits. An unchanged file is not read again.
+    """Return the SHA-256 of a file in hexadecimal digits, and cache it until the file changes.
 
     Raises:
         DataError: The file cannot be read, or changes while it is read.
@@ -325,14 +339,15 @@ def _read(part: FilePart) -> bytes:
 
 
 def file_state(path: Path) -> tuple[int, int, int, int]:
-    """Return four numbers, at least one of which changes if the content of the file changes.
+    """Return four numbers of a file, at least one of which changes if its content changes.
 
-    If a file is written twice within two seconds, its numbers may stay the same, see `RACY_NS`. The
-    device number is not used, because a network folder may have a different one on each machine.
+    An exception is a file that is written twice within two seconds, because its numbers may stay
+    the same. The device number is not used, because a network folder may have a different one on
+    each machine.
 
     Returns:
-        Size in bytes, mtime in nanoseconds, ctime in nanoseconds, and inode. Programs can set the
-        mtime, but not the ctime.
+        Size in bytes, modification time (mtime) in nanoseconds, change time (ctime) in nanoseconds,
+        and inode. The ctime is needed because programs can set the mtime, but not the ctime.
 
     Raises:
         DataError: The path is missing, a broken link, or not a regular file.
@@ -351,14 +366,14 @@ def _file_error(path: Path, error: OSError) -> DataError:
 
 
 class DigestCache:
-    """Cache on disk for hashes (digests) of files.
+    """Cache on disk for digests (hashes) of files.
 
-    A digest is valid until the size, times or inode of its files change, see `file_state`. A
-    damaged cache file is ignored. Threads may share an instance. If several processes write the
-    same cache file, some digests may be lost. They are then computed again.
+    A digest is valid until the size, times or inode of its files change. A damaged cache file is
+    ignored. Threads may share an instance. If several processes write the same cache file, some
+    digests may be lost and are computed again later.
 
     Args:
-        subject: Folder or file to which the digests belong. Each subject has its own cache file.
+        subject: Folder or file to which the digests belong. Each of them has its own cache file.
     """
 
     def __init__(self, subject: Path) -> None:
@@ -375,11 +390,11 @@ class DigestCache:
     def get_or_compute(
         self, name: str, files: Sequence[Path], compute: Callable[[], bytes]
     ) -> bytes:
-        """Return a digest from the cache. If no valid digest is stored, compute it.
+        """Return a digest (hash) from the cache. If no valid digest is stored, compute it.
 
         Args:
-            name: Name of the digest in the cache.
-            files: Files on which the digest depends. It is invalid once one of them changes.
+            name: Name under which the digest is cached.
+            files: Files on which the digest depends. It becomes invalid when one of them changes.
             compute: Function that computes the digest.
 
         Raises:
@@ -397,8 +412,8 @@ class DigestCache:
         after = [file_state(path) for path in files]
         for path, old, new in zip(files, before, after, strict=True):
             if old[:2] != new[:2]:
-                raise DataError(f"{path} changes while it is read. Wait until it is complete")
-        # Store the digest only if a later change of a file will certainly change its state.
+                raise DataError(f"{path} has changed while it was read. Wait until it is complete")
+        # Only store the digest if any later change of a file is certain to change its state.
         last_change_ns = max(time_ns for _, *times, _ in before for time_ns in times)
         if after == before and last_change_ns < start - RACY_NS:
             with self._lock:
@@ -406,7 +421,7 @@ class DigestCache:
         return digest
 
     def save(self) -> None:
-        """Add the new digests to the cache file. If that fails, print a message once."""
+        """Add the new digests to the cache file. If it cannot be written, print a message once."""
         with self._lock:
             new, self._new = self._new, {}
         if not new or self._path is None:
@@ -428,7 +443,7 @@ def _load_entries(path: Path) -> dict[bytes, bytes]:
 def read_cache_file(path: Path, header: bytes) -> bytes | None:
     """Return the content of a cache file, without its header and checksum.
 
-    Return None if the file is missing or damaged.
+    Return None if the file is missing, has another header, or does not match its checksum.
     """
     with suppress(OSError), open_trusted(path) as file:
         content = file.read()
@@ -439,7 +454,10 @@ def read_cache_file(path: Path, header: bytes) -> bytes | None:
 
 
 def write_cache_file(path: Path, header: bytes, body: bytes) -> None:
-    """Write a header, a checksum and a body to a cache file, which is replaced atomically."""
+    """Write a header, a checksum of the body, and the body to a cache file.
+
+    An existing file is replaced atomically, so other processes never read a partial file.
+    """
     content = header + hashlib.sha256(body).digest() + body
     write_atomically(path, lambda file: file.write(content))
 
@@ -458,12 +476,13 @@ def _report_unsaved(reason: str) -> None:
 def map_in_threads(
     function: Callable[[Item], Result], items: Iterable[Item], *, chunk_size: int = 1
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Call a function for each item in threads. Yield pairs of an item and the result, in order.
+    """Call a function for each item in parallel threads.
 
-    If the generator is closed, it waits for the calls that are running and starts no more.
+    Yield pairs of an item and its result, in the order of the items. If the generator is closed, it
+    waits for the running calls and starts no more.
 
     Args:
-        function: Function that threads may call at the same time.
+        function: The function. Several threads call it at the same time.
         items: The items. They are taken from the iterable shortly before they are needed.
         chunk_size: Number of items that a thread takes at once. Larger chunks are faster if the
             calls are short.

@@ -56,9 +56,9 @@ def read_image(
     Args:
         path: The image file.
         bits: Number of bits that a 16-bit image uses, such as 12 for values up to 4095. It is
-            required unless the header states the range of values.
-        upright: Apply the EXIF orientation. Use False for images with masks or boxes, because those
-            of VOC, ADE20K and COCO refer to the pixels as they are stored.
+            required unless the header of the file states the range of values.
+        upright: Whether to apply the EXIF orientation. Use False for images with masks or boxes. In
+            VOC, ADE20K and COCO, masks and boxes refer to the pixels as they are stored.
 
     Raises:
         DataError: The file is missing.
@@ -74,7 +74,14 @@ def decode_upright(
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Decode the bytes of an image file to 8-bit RGB, and apply the EXIF orientation.
 
-    Errors contain `name`. See `read_image` for `bits`.
+    Args:
+        data: The bytes.
+        name: Name of the file, for error messages.
+        bits: Number of bits that a 16-bit image uses, such as 12 for values up to 4095. It is
+            required unless the header states the range of values.
+
+    Raises:
+        UnreadableImage: The image cannot be decoded.
     """
     pixels = decode_image(data, name, bits)
     orientation = _read_orientation(data)
@@ -91,7 +98,9 @@ def file_orientation(path: Path) -> bytes:
 
 
 def _read_orientation(data: bytes) -> int:
-    # Pillow rotates a TIFF itself. For a PNG, it would decode all pixels to find the orientation.
+    # Pillow already rotates a TIFF when it decodes the pixels. A PNG is only searched for an
+    # orientation if it has a suitable chunk, because Pillow would decode all of its pixels to find
+    # one.
     if _is_tiff(data) or (data[1:4] == b"PNG" and not any(chunk in data for chunk in _PNG_EXIF)):
         return 1
     try:
@@ -109,7 +118,14 @@ def decode_image(
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Decode the bytes of an image file to 8-bit RGB, without applying the EXIF orientation.
 
-    Errors contain `name`. See `read_image` for `bits`.
+    Args:
+        data: The bytes.
+        name: Name of the file, for error messages.
+        bits: Number of bits that a 16-bit image uses, such as 12 for values up to 4095. It is
+            required unless the header states the range of values.
+
+    Raises:
+        UnreadableImage: The image cannot be decoded.
     """
     with _add_name_to_errors(name):
         pixels = _decode_jpeg(data)
@@ -135,8 +151,8 @@ def read_indices(
     Args:
         path: The mask file.
         has_voc_palette: Whether a palette must have the order of PASCAL VOC's palette. If False,
-            this is only required of palettes with the colour of VOC's object borders, because no
-            other dataset uses this colour.
+            this is only required of palettes that contain the colour of VOC's object borders,
+            because no other dataset uses this colour.
         content: Expected content of the file, for error messages.
 
     Raises:
@@ -154,9 +170,18 @@ def decode_indices(
     has_voc_palette: bool = False,
     content: str = "one class number per pixel",
 ) -> Integer[np.ndarray, "height width"]:
-    """Decode the bytes of a mask file to the numbers that it stores. Errors contain `name`.
+    """Decode the bytes of a mask file to the numbers that it stores.
 
-    See `read_indices` for the other arguments.
+    Args:
+        data: The bytes.
+        name: Name of the file, for error messages.
+        has_voc_palette: Whether a palette must have the order of PASCAL VOC's palette. If False,
+            this is only required of palettes that contain the colour of VOC's object borders.
+        content: Expected content of the file, for error messages.
+
+    Raises:
+        DataError: The file cannot be decoded, was saved with a lossy compression, stores colours
+            instead of numbers, or has VOC's palette in another order.
     """
     with _add_name_to_errors(name):
         image = _open_mask(data, name)
@@ -182,9 +207,10 @@ def read_data_file(path: Path) -> bytes:
 
 @contextmanager
 def _add_name_to_errors(name: str | Path) -> Generator[None]:
-    """Replace a decoder's exceptions in a `with` block by an `UnreadableImage` that names the file.
+    """Convert exceptions of image decoders in a `with` block to `UnreadableImage`.
 
-    Damaged files make decoders raise OSError, ValueError, SyntaxError, struct.error and others.
+    For damaged files, decoders raise OSError, ValueError, SyntaxError, struct.error and others. The
+    message of the new exception contains `name`, the name of the file.
     """
     try:
         yield
@@ -203,7 +229,7 @@ def _decode_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | None:
     Return None for a file that Pillow must decode, such as a PNG or a JPEG with CMYK colours.
 
     Raises:
-        ValueError: The file lacks some of its pixels. Pillow and OpenCV would fill them in.
+        ValueError: The file is truncated. Pillow and OpenCV would fill the missing pixels.
     """
     try:
         height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
@@ -218,11 +244,12 @@ def _decode_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | None:
     try:
         pixels = simplejpeg.decode_jpeg(data, mode, strict=True)
     except ValueError as error:
-        # Cameras and websites leave bytes after the last pixel.
+        # Some cameras and websites write additional bytes after the last pixel. This is no damage.
         if "extraneous bytes before marker 0xd9" not in str(error):
             raise
         pixels = simplejpeg.decode_jpeg(data, mode, strict=False)
-    # For CMYK, simplejpeg only checks that the image is complete. Pillow converts the colours.
+    # For CMYK, simplejpeg was only used to check that the image is complete. Pillow must decode it,
+    # because it converts the colours.
     return None if is_cmyk else pixels
 
 
@@ -245,8 +272,8 @@ def _open(data: bytes, name: str | Path) -> Image.Image:
                 f"{name} has {image.width} x {image.height} pixels, expected at most {_MAX_PIXELS}."
                 " Shrink it"
             )
-        # The frames of a TIFF are its pages, which `_describe_unsupported_tiff` has counted. A JPEG
-        # or HEIC may also contain a thumbnail or a depth map.
+        # `_describe_unsupported_tiff` has already counted the pages of a TIFF. In a JPEG or HEIC,
+        # the further frames may be a thumbnail or a depth map.
         frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format not in _JPEG | {"TIFF", "HEIF"}:
             raise _not_one_image_error(name, f"a {image.format} of {frames} frames")
@@ -273,7 +300,10 @@ def _not_one_image_error(name: str | Path, kind: str) -> UnreadableImage:
 
 
 def _possible_formats(data: bytes) -> tuple[str, ...]:
-    """Return the formats that Pillow may try. HEIC and AVIF are recognised by their header."""
+    """Return the names of the formats in which Pillow may try to decode an image file.
+
+    They are Pillow's names, such as "PNG". HEIC and AVIF files are recognised by their header.
+    """
     brand = _read_brand(data)
     if brand in _HEIC and _register_heif():
         return ("HEIF",)
@@ -281,9 +311,9 @@ def _possible_formats(data: bytes) -> tuple[str, ...]:
 
 
 def _read_brand(data: bytes) -> bytes:
-    """Return the format code in the header of a HEIC or AVIF file, or b"" for other files.
+    """Return the brand of a HEIC or AVIF file, or b"" for other files.
 
-    The file format calls this code a brand. An example is b"avif".
+    The brand is a code for the format in the header of the file, such as b"avif".
     """
     brand = data[8:12] if data[4:8] == b"ftyp" else b""
     # The brands mif1 and msf1 are general. A list of more specific brands follows them.
@@ -304,7 +334,8 @@ def _register_heif() -> bool:
 def _to_rgb(
     image: Image.Image, data: bytes, name: str | Path, bits: int | None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    # Pillow keeps the upper 8 of 16 bits of CMYK. Such files use all bits, so this is correct.
+    # For 16-bit CMYK, Pillow keeps the upper 8 bits. Such files use all 16 bits, so this is
+    # correct.
     if image.mode not in ("CMYK", "LAB") and _largest_sample(image, data) > 255:
         image = _scale_to_8_bits(image, data, name, bits)
     if image.mode not in _MODES:
@@ -320,8 +351,9 @@ def _scale_to_8_bits(
 ) -> Image.Image:
     """Scale pixel values of 9 to 16 bits so that white becomes 255.
 
-    White is the largest value that the header allows. A header that allows 16 bits usually does not
-    say whether the image uses all of them. In this case, white is 2**bits - 1.
+    The value of white is the largest value that the header allows, such as 4095. If the header
+    allows 16 bits, it usually does not state whether the image uses all of them. In this case,
+    white is 2**bits - 1.
 
     Raises:
         UnreadableImage: The value of white is unknown, or a pixel has a larger value.
@@ -337,7 +369,7 @@ def _scale_to_8_bits(
     if white is None and bits is not None:
         white = 2**bits - 1
     if is_colour and white == _16_BITS:
-        # Pillow has dropped the lower 8 bits.
+        # Pillow has dropped the lower 8 bits, so the image has 8 bits already.
         return image
     samples = np.asarray(image)
     if is_colour:
@@ -373,7 +405,10 @@ def _divide(samples: Integer[np.ndarray, "..."], white: int) -> Image.Image:
 
 
 def _largest_sample(image: Image.Image, data: bytes) -> int:
-    """Return the largest pixel value that the header of an image file allows, at most 65,535."""
+    """Return the largest pixel value that the header of an image file allows.
+
+    For example, it is 15 for a 4-bit PNG. For more than 16 bits per value, it is 65,535.
+    """
     if image.format == "PNG":
         return 2 ** data[24] - 1
     if isinstance(image, TiffImagePlugin.TiffImageFile):
@@ -411,8 +446,11 @@ def _is_lossless_webp(data: bytes) -> bool:
 def _stored_numbers(
     image: Image.Image, data: bytes, name: str | Path
 ) -> Integer[np.ndarray, "height width"]:
-    """Return the numbers that a mask file stores, and undo Pillow's scaling to 8 or 16 bits."""
-    # Only some programs invert the numbers of a TIFF in which zero is white.
+    """Return the numbers that a mask file stores.
+
+    For some formats, Pillow scales the numbers to 8 or 16 bits. This scaling is undone.
+    """
+    # If zero is white in a TIFF, some programs invert its numbers and others do not.
     if _is_inverted(image):
         raise DataError(
             f"{name} is a TIFF in which zero is white, so its class numbers may be inverted. Save "
@@ -427,10 +465,10 @@ def _stored_numbers(
 
 
 def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
-    """Return the index of each colour in the palette of a mask file. Repeated colours are left out.
+    """Return the index of each RGB colour in the palette of a mask file.
 
-    The result is empty for a file without a palette or with a damaged header. Only the header is
-    decoded.
+    Colours that occur twice are left out. For a file without a palette or with a damaged header,
+    the result is empty. Only the header is decoded.
     """
     try:
         with Image.open(io.BytesIO(read_data_file(path)), formats=_FORMATS) as image:
@@ -449,8 +487,8 @@ def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
 def voc_colours() -> UInt8[np.ndarray, "256 3"]:
     """Return PASCAL VOC's colour palette: the RGB colour for each number from 0 to 255."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    # Bit k of a number is bit 7 - k // 3 of channel k % 3. Each row of this array holds one bit of
-    # each channel.
+    # Bit k of a number is bit 7 - k // 3 of channel k % 3. In this array, each row contains one bit
+    # of each of the three channels.
     rows = np.pad(bits, ((0, 0), (0, 16))).reshape(256, 8, 3)
     return np.packbits(rows, axis=1)[:, 0]
 
@@ -458,13 +496,18 @@ def voc_colours() -> UInt8[np.ndarray, "256 3"]:
 def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette: bool) -> None:
     """Raise DataError if a mask stores a colour of VOC's palette under a different number.
 
-    Image editors sort or compress palettes. The colours stay equal, but the stored class numbers
-    change. If `has_voc_palette` is False, a palette is only checked if it contains VOC's border
-    colour.
+    Some image editors sort or compress palettes. The visible colours stay the same, but the stored
+    class numbers change.
+
+    Args:
+        image: The mask.
+        name: Name of the file, for the error message.
+        has_voc_palette: Whether the mask must have VOC's palette. If False, a palette is only
+            checked if it contains the colour of VOC's object borders.
     """
     palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
     voc = voc_colours()
-    # Palettes are filled up with black, so only the first entry of each colour counts.
+    # The end of a palette is filled with black, so only the first entry of each colour counts.
     first_entries = set(np.unique(palette, axis=0, return_index=True)[1].tolist())
     numbers = [n for n in np.unique(np.asarray(image)).tolist() if n in first_entries]
     meanings = {
@@ -503,8 +546,8 @@ def _is_tiff(data: bytes) -> bool:
 def _describe_unsupported_tiff(data: bytes) -> str | None:
     """Return a description of a TIFF that cannot be read as one image, or None for other TIFFs.
 
-    A TIFF may have one band in addition to its colours. This band is transparency, which is
-    dropped.
+    An example is "a TIFF of 3 pages". One band in addition to the colours is supported. This band
+    is transparency, which is dropped.
     """
     if data.startswith(_BIG_ENDIAN_BIGTIFF):
         return "a big-endian BigTIFF"
@@ -534,7 +577,8 @@ def _largest_tiff_sample(page: Mapping[int, Any]) -> int:
     """Return the largest pixel value that the tags of a TIFF allow."""
     tags = (Tag.MaxSampleValue, Tag.SMaxSampleValue)
     values = [int(np.max(page[tag])) for tag in tags if tag in page]
-    # A value that is not 2^n - 1 is the largest sample of this image, not the largest allowed one.
+    # Only trust a value of the form 2^n - 1. Other values are the largest sample of this image
+    # instead of the largest sample that is allowed.
     limits = [value for value in values if value > 255 and value & (value + 1) == 0]
     return min([2 ** _bits_per_sample(page) - 1, *limits])
 

@@ -24,17 +24,17 @@ from ssl_bench.system.output import say, show_progress
 
 OnBadImage = Literal["fail", "skip"]
 _MAX_NAMES = 5
-# Digest that the cache stores for an image that could be decoded.
+# The cache stores this digest for an image that could be decoded.
 _IS_READABLE = hashlib.sha256(b"readable").digest()
 
 
 @dataclass(frozen=True)
 class ImageSubset(ImageView):
-    """A subset of an `ImageSet`.
+    """A subset of the images of another image set.
 
     Attributes:
-        indices: Ascending indices into `images`.
-        own_name: Name of the subset. If it is None, the subset has the name of the whole set.
+        indices: Indices of its images in the other image set, in ascending order.
+        own_name: Name of the subset. If it is None, the subset has the name of the other image set.
     """
 
     indices: tuple[int, ...]
@@ -64,7 +64,13 @@ class ImageSubset(ImageView):
 
 
 def select_images(images: ImageSet, name: str, indices: Sequence[int]) -> ImageSet:
-    """Return a subset with the images at the given indices. Its name is `name`."""
+    """Return a subset of an image set, with a new name.
+
+    Args:
+        images: The image set.
+        name: Name of the subset.
+        indices: Indices of its images in the image set.
+    """
     method = getattr(images, "select", None)
     return method(name, indices) if method else ImageSubset(images, tuple(indices), name)
 
@@ -74,9 +80,9 @@ class ReadabilityCache:
     """Results of trying to decode images, shared by all tasks of a command.
 
     Attributes:
-        errors: Error of each decoded image, or None if the image is readable. A key identifies the
-            files of the image and the options with which they were read.
-        messages: Messages that have already been printed.
+        errors: Error of each image, or None if the image is readable. The key of an image consists
+            of its files and the options with which they were read.
+        messages: Messages that have already been printed, so that they are not repeated.
     """
 
     errors: dict[object, UnreadableImage | None] = field(default_factory=dict)
@@ -86,13 +92,13 @@ class ReadabilityCache:
 class ReadableDataset(DatasetView):
     """A dataset that leaves out images that cannot be read.
 
-    When an image set is opened, all of its images are decoded. Later commands only decode files
-    whose size or times have changed. One message says how many images are used and which ones are
-    left out.
+    When an image set is opened, all of its images are decoded to find the unreadable ones. Later
+    commands only decode files whose size or times have changed. A message states how many images
+    are used and which ones are left out.
 
     Args:
         dataset: The complete dataset.
-        cache: Known results of decoding images.
+        cache: Results of earlier attempts to decode images.
         must_be_complete: Whether to raise UnreadableImage instead of leaving images out.
     """
 
@@ -104,7 +110,7 @@ class ReadableDataset(DatasetView):
         self._left_out: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
 
     def unreadable_ids(self) -> dict[str, list[str]]:
-        """Return the ids of the images that were left out of each split. Keys are split names."""
+        """Return the ids of the images that were left out, by the name of the split."""
         by_split: dict[str, list[str]] = {}
         for (_, split, _), ids in self._left_out.items():
             if ids:
@@ -132,16 +138,16 @@ class ReadableDataset(DatasetView):
 def leave_out_unreadable(
     view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, cache: ReadabilityCache
 ) -> Dataset:
-    """Return `view`, or a dataset that leaves out its unreadable images.
+    """Return `view`, or a dataset that checks its images and leaves out the unreadable ones.
 
     Args:
         view: The dataset with all settings of the user, such as a limit on the number of images.
         dataset: The original dataset. If its attribute `leaves_out_unreadable` is true, unreadable
             images are left out by default.
-        on_bad_image: Choice of the user, or None for the default. With "skip", unreadable images
-            are left out. With "fail", they raise an error. A dataset that leaves them out by
-            default raises it as soon as an image set is opened.
-        cache: Known results of decoding images.
+        on_bad_image: Choice of the user. With "skip", unreadable images are left out. With "fail",
+            they raise an error. A dataset that leaves them out by default raises it as soon as an
+            image set is opened. None stands for the default of the dataset.
+        cache: Results of earlier attempts to decode images.
     """
     if on_bad_image == "skip" or getattr(dataset, "leaves_out_unreadable", False):
         return ReadableDataset(view, cache, must_be_complete=on_bad_image == "fail")
@@ -151,7 +157,7 @@ def leave_out_unreadable(
 def require_readable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> None:
     """Raise UnreadableImage if any image could not be decoded.
 
-    The message contains the number of errors and the first error.
+    The message contains the number of unreadable images and the first error.
 
     Args:
         images: The images.
@@ -167,10 +173,10 @@ def require_readable(images: ImageSet, errors: Sequence[UnreadableImage | None])
 def left_out_label(left_out: dict[str, list[str]]) -> str:
     """Return a text that identifies the omitted images, such as "2 of train, 1 of val (3f9a01)".
 
-    The digits in parentheses are a hash of the image ids.
+    The digits in parentheses are the beginning of a hash of the image ids.
 
     Args:
-        left_out: Ids of the omitted images of each split.
+        left_out: Ids of the omitted images, by the name of the split.
     """
     lines = (f"{split}\t{i}\n" for split, ids in sorted(left_out.items()) for i in ids)
     digest = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
@@ -179,15 +185,20 @@ def left_out_label(left_out: dict[str, list[str]]) -> str:
 
 
 def summarize_left_out(left_out: dict[str, list[str]]) -> dict[str, dict[str, int | list[str]]]:
-    """Return the number of omitted images of each split, and the first five of their ids.
+    """Summarise the omitted images for the stored result of an evaluation.
 
-    The summary is stored with the result of an evaluation.
+    Args:
+        left_out: Ids of the omitted images, by the name of the split.
+
+    Returns:
+        For each split, a dictionary with the number of omitted images ("count") and their first
+        five ids ("first").
     """
     return {s: {"count": len(ids), "first": ids[:_MAX_NAMES]} for s, ids in left_out.items()}
 
 
 def suggest_skipping(error: UnreadableImage) -> UnreadableImage:
-    """Return a copy of an error whose hint also suggests leaving out unreadable images."""
+    """Return a copy of an error that also suggests the option `--on-bad-image skip`."""
     hint = join_alternatives(error.hint, ("--on-bad-image", "skip"))
     extended = UnreadableImage(f"{error}, or leave such images out", hint=hint)
     extended.is_raised_on_all_ranks = error.is_raised_on_all_ranks
@@ -200,8 +211,10 @@ def find_read_errors(
     """Decode all images. Return the error of each image, or None if the image is readable.
 
     Args:
-        images: The images. If they come from files, the files are decoded without corruptions.
-        known: Results of earlier calls, as in `ReadabilityCache.errors`. New results are added.
+        images: The images. If an image set is derived from files, only the files are decoded. For
+            example, corruptions such as added noise are not applied.
+        known: Results of earlier calls, as in `ReadabilityCache.errors`. New results are added to
+            this dictionary.
     """
     files, indices = underlying_files(images) or (None, np.arange(len(images)))
     source = images if files is None else files
@@ -240,9 +253,14 @@ def find_read_errors(
 
 
 def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> list[str]:
-    """Describe the images that cannot be read. Images with the same remedy share a phrase.
+    """Describe the images that cannot be read, with one text for all images with the same remedy.
 
-    Examples of phrases are "2 cannot be read: a, b" and "1 needs pip install 'ssl-bench[heic]': c".
+    Examples of such texts are "2 cannot be read: a, b" and "1 needs pip install 'ssl-bench[heic]':
+    c".
+
+    Args:
+        images: The images.
+        errors: Error of each image, or None if the image is readable.
     """
     by_remedy: dict[str, list[str]] = {}
     for image_id, error in zip(images.ids, errors, strict=True):
@@ -260,10 +278,13 @@ def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | Non
 def underlying_files(
     images: ImageSet,
 ) -> tuple[IdentifiedImages, Int64[np.ndarray, " images"]] | None:
-    """Return the image set that reads the files of a view, and the index of each image in it.
+    """Find the image set that reads the files of the given images.
 
-    A view is, for example, a subset or a set of corrupted images. Return None if the images do not
-    come from files.
+    For example, a subset or a set of corrupted images wraps the image set that reads the files.
+
+    Returns:
+        The image set that reads the files, and the index of each given image in it. None if the
+        images do not come from files.
     """
     if isinstance(images, IdentifiedImages):
         return images, np.arange(len(images))
@@ -277,14 +298,14 @@ def underlying_files(
 def count_shared_files(training: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     """Count the scored images whose file, or an identical copy of it, is also a training image.
 
-    With data.fingerprint=stat, only files with equal sizes and modification times are compared.
-    Sets without files are compared by the digests of their images. If a set has neither files nor
-    digests, the count is 0.
+    With data.fingerprint=stat, copies with different modification times are not found. Two image
+    sets without files, such as Python datasets, are compared by hashes of their images. If only one
+    of them has files, or there are no such hashes, the count is 0.
 
     Args:
         training: The training images.
         scored: The images on which scores are computed.
-        allowed: Whether the sets may share images.
+        allowed: Whether the image sets may share images.
 
     Raises:
         DataError: The count is not 0, and `allowed` is False.
@@ -305,7 +326,7 @@ def _find_shared_images(
 ) -> Sequence[tuple[Path | str, Path | str]]:
     """Find scored images that are identical to a training image.
 
-    Return pairs of paths or ids. The first is the training image, and the second is the scored
+    Return a pair for each of them: the path or id of the training image, and that of the scored
     image.
     """
     training_files, scored_files = underlying_files(training), underlying_files(scored)
@@ -339,7 +360,10 @@ def _find_shared_images(
 
 
 def image_digests(images: ImageSet) -> list[str] | None:
-    """Return a hash of each image before corruption, or None if the set has no such hashes."""
+    """Return a hash of each image without its annotations, or None if there are no such hashes.
+
+    For images with a corruption such as added noise, the clean images are hashed.
+    """
     if own := getattr(images, "image_digests", None):
         return own()
     inner = getattr(images, "images", None)

@@ -1,8 +1,9 @@
 """Read images from the tar files of a WebDataset in any order, without unpacking them.
 
-All members of a tar file with the same key form a sample. The key is the path up to the first dot
-of the file name. For example, `cat/07.jpg` and `cat/07.cls` are the image and the class number of
-the sample `cat/07`. An index of each tar file lists the positions of its images.
+All members of a tar file with the same key form a sample (an image with its class). The key is the
+path up to the first dot of the file name. For example, `cat/07.jpg` and `cat/07.cls` are the image
+and the class number of the sample `cat/07`. An index of each tar file lists the positions of its
+images.
 
 Source of the format: https://github.com/webdataset/webdataset
 """
@@ -50,7 +51,7 @@ from ssl_bench.system.files import (
 from ssl_bench.system.output import say_once, show_progress
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-"""Suffixes of tar files. Compressed tar files are also found, but reading them is an error."""
+"""Suffixes of tar files. Reading a compressed tar file raises an error that explains what to do."""
 _COMPRESSED = {
     b"\x1f\x8b": "gunzip",
     b"BZh": "bunzip2",
@@ -80,7 +81,8 @@ def find_shards(pattern: str | Path) -> list[Path]:
             characters.
 
     Raises:
-        DataError: A tar file is missing, or a folder has no tar file.
+        DataError: A tar file is missing, or the folder has no tar file.
+        ConfigurationError: The pattern stands for more than a million tar files.
     """
     path = expand_path(pattern)
     if path.is_dir():
@@ -132,13 +134,13 @@ def _expand_braces(text: str) -> Iterator[str]:
 
 
 class ShardIndex(NamedTuple):
-    """Index of the images in a tar file.
+    """List of the images in a tar file, with their positions.
 
     Attributes:
         names: Paths of the images in the tar file, sorted.
         places: Offset in bytes, size in bytes and class number of each image. The class number is
-            `NO_LABEL` if there is no `.cls` member. It is `INVALID_LABEL` if this member does not
-            contain a number.
+            `NO_LABEL` (-1) if there is no `.cls` member, and `INVALID_LABEL` (-2) if this member
+            does not contain a number.
         state: Size in bytes and modification time in nanoseconds of the tar file.
     """
 
@@ -159,8 +161,9 @@ def index_shard(shard: Path) -> ShardIndex:
     if names_and_places is None:
         names_and_places = _scan(shard)
         if file_state(shard) != state:
-            raise DataError(f"{shard} changes while it is read. Wait until it is complete")
-        # If the file has just been written, another change may leave its times unchanged.
+            raise DataError(f"{shard} has changed while it was read. Wait until it is complete")
+        # Do not cache the index of a file that has just been written. Another change within the
+        # resolution of file times would not change the times, so the outdated index would be used.
         if max(state[1:3]) < begin_ns - RACY_NS:
             _save_index(shard, state, *names_and_places)
     return ShardIndex(*names_and_places, state[:2])
@@ -172,9 +175,15 @@ def _cache_file(shard: Path) -> Path:
 
 
 def _load_index(shard: Path, state: tuple[int, ...]) -> tuple[list[str], np.ndarray] | None:
-    """Load the names and places of the images in a tar file from the cache. See `ShardIndex`.
+    """Load the index of a tar file from the cache, or return None if it is missing or outdated.
 
-    Return None if the cache file is missing or outdated.
+    Args:
+        shard: The tar file.
+        state: Current size, times and inode of the tar file. A cached index with another state is
+            outdated.
+
+    Returns:
+        Sorted names of the images, and the offset, size and class number of each image.
     """
     with suppress(MachineError):
         body = read_cache_file(_cache_file(shard), _CACHE_HEADER)
@@ -202,7 +211,10 @@ def _to_array(places: Sequence[Sequence[int]]) -> Int64[np.ndarray, "images 3"]:
 
 
 def _scan(shard: Path) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
-    """Find the images in a tar file. Return their names and places, see `ShardIndex`."""
+    """Find the images in a tar file.
+
+    Return their sorted names, and the offset, size and class number of each image.
+    """
     try:
         with open_regular(shard) as file:
             return _list_images(file, shard)
@@ -226,7 +238,8 @@ def _list_images(
                 f"{shard} is compressed, so its images cannot be read one by one. Decompress it: "
                 f"{command} {shard}"
             )
-    # By key: name, offset and size of the image; class number; name of the first member.
+    # Dictionaries by the key of a sample. Their values are the name, offset and size of its image,
+    # its class number, and the name of its first member.
     images, labels, keys = dict[str, tuple[str, int, int]](), dict[str, int](), dict[str, str]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
@@ -256,8 +269,9 @@ def _list_images(
                 labels[key] = int(label[1]) if label else INVALID_LABEL
             else:
                 images[key] = f"{key}.{match[2]}", member.offset_data, member.size
-        # tarfile stops without an error at a damaged header, and at the end of a file that was cut
-        # between two members. In a complete file, only zeros follow the last member.
+        # Check that the tar file is complete, which means that only zeros follow the last member.
+        # The module tarfile reports neither a damaged header nor a file that was cut between two
+        # members.
         file.seek(tar.offset)
     end = file.read(_MAX_PADDING)
     if len(end) < _BLOCK or any(end):
@@ -274,7 +288,7 @@ def _list_images(
 
 @dataclass(frozen=True, eq=False)
 class TarImages(IdentifiedImages):
-    """An `ImageSet` of the images in tar files. Their EXIF orientation is applied.
+    """A set of images that are stored in tar files. Their EXIF orientation is applied.
 
     The id of an image is `TAR/NAME`. TAR is the path of its tar file below `folder`, and NAME is
     its path in the tar file.
@@ -283,8 +297,9 @@ class TarImages(IdentifiedImages):
         folder: Folder that contains all tar files, directly or in subfolders.
         shards: The tar files.
         states: Size in bytes and modification time in nanoseconds of each tar file.
-        places: Index into `shards`, offset in bytes, size in bytes, and class number of each image.
-            The class number may also be `NO_LABEL` or `INVALID_LABEL`.
+        places: Four numbers for each image: index of its tar file in `shards`, offset in bytes,
+            size in bytes, and class number. The class number is -1 (`NO_LABEL`) if there is none,
+            and -2 (`INVALID_LABEL`) if it is invalid.
         options: Options for reading and identifying the images.
     """
 
@@ -302,8 +317,14 @@ class TarImages(IdentifiedImages):
     def open(cls, shards: Sequence[Path], *, name: str, split: str) -> "TarImages":
         """Create an image set with all images of the given tar files.
 
+        Args:
+            shards: The tar files.
+            name: Name of the dataset.
+            split: Name of the split.
+
         Raises:
-            DataError: A tar file cannot be indexed by `index_shard`, or there is no image.
+            DataError: A tar file is damaged or compressed, a sample has no image, or there are no
+                images at all.
         """
         folder = Path(os.path.commonpath([shard.absolute().parent for shard in shards]))
         ids, states, places = list[str](), list[tuple[int, int]](), list[np.ndarray]()
@@ -333,11 +354,16 @@ class TarImages(IdentifiedImages):
         return Sample(self.ids[index], image)
 
     def with_read_options(self, options: ReadOptions) -> "TarImages":
-        """Return the same images with other options for reading them."""
+        """Return a copy of this image set that reads its images with the given options."""
         return replace(self, options=options)
 
     def select(self, name: str, indices: Sequence[int]) -> "TarImages":
-        """Return a subset with the images at the given indices. Its name is `name`."""
+        """Return a subset of the images, with a new name.
+
+        Args:
+            name: Name of the subset.
+            indices: Indices of its images in this image set.
+        """
         ids = tuple(self.ids[index] for index in indices)
         return replace(self, name=name, ids=ids, places=self.places[list(indices)])
 

@@ -12,8 +12,9 @@ from ssl_bench.data.splits import read_lines
 
 NUM_CLASSES = 150
 
-# Published masks store 0 for "other" and 1 to 150 for the classes. With this table, a mask whose
-# classes were already shifted by 1 is an error. A subtraction would accept such a mask.
+# Published masks store 0 for "other" and 1 to 150 for the classes. Some tools convert them to 0 to
+# 149, and 255 for "other". Such a mask is an error, because 255 is not in this map. If 1 was
+# subtracted instead, the mask would be accepted with wrong classes.
 LABELS = LabelMap(
     {0: IGNORED, **{number: number - 1 for number in range(1, NUM_CLASSES + 1)}},
     hint="use the published masks, as 255 shows that the classes were already shifted",
@@ -59,9 +60,10 @@ class Ade20k(PairedFolders):
 
 
 def class_names(root: Path) -> tuple[str, ...]:
-    """Return the first name of each class in objectInfo150.txt.
+    """Return the names of the 150 classes of ADE20K.
 
-    If this file is missing, return class_0 to class_149.
+    They are read from the file objectInfo150.txt in the folder `root`. If a class has several
+    names, its first name is used. If the file is missing, the names are class_0 to class_149.
     """
     table = root / "objectInfo150.txt"
     if not table.is_file():

@@ -22,7 +22,8 @@ _CLASS_NAMES = (
 )
 # fmt: on
 _IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
-# Published masks never store 255, but the number is part of the fingerprint of stored results.
+# Published masks never store 255. It is still listed, because the fingerprints of stored results
+# depend on this list.
 _IGNORED_IDS = (0, 1, 2, 3, 4, 5, 6, 9, 10, 14, 15, 16, 18, 29, 30, IGNORED)
 
 
@@ -33,7 +34,7 @@ class PublishedIds(IndexMasks):
     checks_first_mask = True
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
-        """Raise `DataError` if a mask contains 255, which occurs only in masks of training ids."""
+        """Raise `DataError` if a mask stores 255, which occurs only in masks of training ids."""
         if (numbers == IGNORED).any():
             raise DataError(
                 f"{path} holds 255, which occurs only in masks of training ids. Such masks are "
@@ -47,8 +48,8 @@ class PublishedIds(IndexMasks):
 class Cityscapes(ImageMaskFolders):
     """Cityscapes, https://www.cityscapes-dataset.com, in the folders leftImg8bit and gtFine.
 
-    Masks with the suffix `_gtFine_labelTrainIds.png` store training ids, so `numbers` and `ignored`
-    have no effect on them.
+    If `mask_suffix` is `_gtFine_labelTrainIds.png`, masks store training ids. In this case,
+    `numbers` and `ignored` have no effect.
     """
 
     name: str = "cityscapes"

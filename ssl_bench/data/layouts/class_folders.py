@@ -25,22 +25,22 @@ from ssl_bench.system.files import is_output
 from ssl_bench.system.output import say_once
 
 _TINY_IMAGENET_LABELS = "val_annotations.txt"
-# Multiplier of class numbers. It is an odd 64-bit number, so that another class changes many bits
-# of a hash.
+# The class number times this odd 64-bit constant is added to the hash of a file. Thus, another
+# class changes many bits of the hash.
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _VALIDATION_NAMES = ("val", "test")
 _TRAIN = "train"
-# If class folders are directly below the root, their images form the split `all`.
+# If the folders below the root are classes instead of splits, all images form the split `all`.
 _ALL, _ALL_TRAIN, _ALL_VAL = "all", "all:0-80%", "all:80-100%"
 
 
 @dataclass(frozen=True)
 class LabelledImages(ImageView):
-    """An `ImageSet` in which each image has a class label.
+    """An image set in which each image has a class label.
 
     Attributes:
         class_names: Names of the classes.
-        labels: Index into `class_names` for each image.
+        labels: Class of each image, as an index into `class_names`.
     """
 
     class_names: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class LabelledImages(ImageView):
         return extend_fingerprint(self.images.fingerprint(), self.class_names, self.labels)
 
     def with_read_options(self, options: ReadOptions) -> "LabelledImages":
-        """Return the same images with other options for reading their files."""
+        """Return a copy of this image set that reads its files with the given options."""
         return replace(self, images=with_read_options(self.images, options))
 
     def file_hashes(self) -> UInt64[np.ndarray, " images"]:
@@ -62,7 +62,12 @@ class LabelledImages(ImageView):
         return file_hashes(self.images) + np.array(self.labels, np.uint64) * _SPREAD
 
     def select(self, name: str, indices: Sequence[int]) -> "LabelledImages":
-        """Return a subset with the images at the given indices. Its name is `name`."""
+        """Return a subset of the images, with a new name.
+
+        Args:
+            name: Name of the subset.
+            indices: Indices of its images in this image set.
+        """
         labels = tuple(self.labels[index] for index in indices)
         return replace(self, images=select_images(self.images, name, indices), labels=labels)
 
@@ -72,8 +77,8 @@ class ClassificationSplits(Layout):
     """Base class of datasets with a class label for each image.
 
     Attributes:
-        known_only: Leave out scored images whose class has no training image. Otherwise, such an
-            image is an error.
+        known_only: Whether to leave out scored images whose class has no training image. Otherwise,
+            such an image is an error.
         name: Name of the dataset in stored results and tables.
     """
 
@@ -94,17 +99,17 @@ class ClassificationSplits(Layout):
 class ClassFolders(ClassificationSplits):
     """Images in ROOT/SPLIT/CLASS/, or in ROOT/CLASS/ as for torchvision's ImageFolder.
 
-    A class folder may contain subfolders. The folders below the root are classes if they contain
-    images directly and none of them is called `val` or `test`. All images then form the split
-    `all`. A part of a split such as `train:0-75%` contains the first 75 % of the images of each
-    class, sorted by file name.
+    A class folder may contain subfolders. If the folders below the root contain images directly and
+    none of them is called `val` or `test`, they are classes instead of splits. All images then form
+    one split, `all`. A part of a split such as `train:0-75%` contains the first 75 % of the images
+    of each class, sorted by file name.
 
     Attributes:
-        root: The folder that contains the folders of the splits, or those of the classes.
+        root: The folder that contains a folder for each split or for each class.
         train_split: Folder of the training images, or a part such as `train:0-75%` (default:
-            `train`, or `all:0-80%` without folders of splits).
-        val_split: Folder of the scored images, or a part such as `val:0-50%` (default: `val`, else
-            `test`, or `all:80-100%` without folders of splits).
+            `train`, or `all:0-80%` if there are no split folders).
+        val_split: Folder of the scored images, or a part such as `val:0-50%` (default: `val`,
+            `test` if there is no `val`, or `all:80-100%` if there are no split folders).
     """
 
     name: str = "class_folders"
@@ -113,8 +118,8 @@ class ClassFolders(ClassificationSplits):
         """Return the training images.
 
         Raises:
-            DataError: An image is in no class folder, or the selected part of the split lacks
-                images of a class.
+            DataError: An image is in no class folder, or a class has no image in the selected part
+                of the split.
         """
         images = self._label_images(self._splits[0], self._train_classes)
         missing = sorted(set(range(len(images.class_names))).difference(images.labels))
@@ -126,7 +131,7 @@ class ClassFolders(ClassificationSplits):
         return images
 
     def val(self) -> LabelledImages:
-        """Return the scored images. Their labels are indices into the training classes.
+        """Return the images that are scored. Their labels are indices into the training classes.
 
         Raises:
             DataError: An image is in no class folder, or no training image has its class.
@@ -148,7 +153,7 @@ class ClassFolders(ClassificationSplits):
     def pretraining_images(self) -> LabelledImages:
         """Return the images for supervised pretraining, with class labels.
 
-        They are the training split, or all images if the class folders are directly below the root.
+        If there are no split folders, they are all images. Otherwise, they are the training images.
         """
         if self._is_flat:
             return self._label_images(_ALL, self._train_classes)
@@ -185,7 +190,8 @@ class ClassFolders(ClassificationSplits):
             for folder in self._root.iterdir()
             if folder.is_dir() and folder.name[0] != "." and not is_output(folder)
         }
-        # If there are other folders and none is called "val" or "test", "train" may be a class.
+        # A folder "val" or "test" is a split, and so is "train" if it is the only folder. Next to
+        # other folders, "train" may be a class.
         names = first_images.keys()
         if names == {_TRAIN} or not names.isdisjoint(_VALIDATION_NAMES):
             return False
@@ -229,7 +235,7 @@ class ClassFolders(ClassificationSplits):
 
     @cached_property
     def _train_classes(self) -> dict[str, str]:
-        """Return the class name of each image in the folder of the training split, by image id."""
+        """Return the class name of each image in the training folder, by image id."""
         ids = ImageFolder(self._folder(self._splits[0])).images().ids
         return {image_id: _parse_class(image_id) for image_id in ids}
 
@@ -238,9 +244,11 @@ class ClassFolders(ClassificationSplits):
         return tuple(sorted(set(self._train_classes.values())))
 
     def _label_images(self, split: str, classes: dict[str, str]) -> LabelledImages:
-        """Return the labelled images of a split such as "train" or "train:0-75%".
+        """Return a split such as "train", or a part such as "train:0-75%", with class labels.
 
-        `classes` maps image ids to class names.
+        Args:
+            split: The split or the part.
+            classes: Class name of each image of the whole split, by image id.
         """
         names, folder = self._class_names, self._folder(split)
         if len(names) < 2:
@@ -254,7 +262,8 @@ class ClassFolders(ClassificationSplits):
                 f"{len(names)} training classes. Remove such images or leave them out",
                 hint=("dataset.known_only=true",),
             )
-        # Take the same fraction of each class. The first ids alone would lack some classes.
+        # Take the same fraction of each class. A fraction of all sorted ids would lack some
+        # classes.
         by_class: dict[str, list[str]] = {}
         for image_id, name in classes.items():
             by_class.setdefault(name, []).append(image_id)
@@ -282,8 +291,12 @@ def _parse_class(image_id: str) -> str:
 def _read_classes(folder: Path, ids: Iterable[str]) -> dict[str, str]:
     """Return the class name of each image, by image id.
 
-    The names come from Tiny-ImageNet's file val_annotations.txt. If there is no such file, the name
-    of an image's folder is its class name.
+    In a folder with Tiny-ImageNet's file val_annotations.txt, the names are read from this file.
+    Otherwise, the class of an image such as "cat/07.jpg" is the first folder in its id.
+
+    Args:
+        folder: Folder of the images.
+        ids: Ids of the images, which are paths below the folder.
     """
     path = folder / _TINY_IMAGENET_LABELS
     if not path.is_file():

@@ -21,7 +21,7 @@ from ssl_bench.scores import index_coco
 from ssl_bench.system.files import cache_folder, expand_path, read_regular, write_atomically
 from ssl_bench.system.process import reraise_out_of_memory
 
-# The digest belongs to the file in commit fcedbec of the repository.
+# The digest is that of the file in commit fcedbec of the repository.
 LIST = PublishedFile(
     "https://raw.githubusercontent.com/valeoai/LOST/master/datasets/coco_20k_filenames.txt",
     "133cea5ffcea93dccbaeb62c38b24e7c",
@@ -36,16 +36,16 @@ LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 class CocoBoxes(Boxes):
     """Boxes from COCO's JSON file of object instances.
 
-    Boxes without height or width are kept, as in the code of LOST. The file has a few, and
-    rounding the coordinates creates more.
+    Boxes without height or width are kept, as in the code of LOST. The file contains a few of them,
+    and rounding the coordinates creates more.
 
     Attributes:
         file: The JSON file.
         known: Sorted ids of all images in the file, including images without boxes.
         sizes: Height and width of each image in `known`, or zeros if the file does not state them.
-        owners: Id of the image that contains each box, sorted.
+        owners: Image id of each box. The boxes are sorted by it.
         objects: Annotation id of each box.
-        corners: Boxes as (x0, y0, x1, y1).
+        corners: Boxes as (x0, y0, x1, y1) in pixels.
     """
 
     file: Path
@@ -60,7 +60,11 @@ class CocoBoxes(Boxes):
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "some_boxes 4"]:
-        """Return the boxes of an image.
+        """Return the boxes of an image as (x0, y0, x1, y1) in pixels.
+
+        Args:
+            image_id: Id of the image, such as "COCO_train2014_000000000009".
+            size: Height and width of the decoded image, or None to skip the comparison with it.
 
         Raises:
             DataError: A box is invalid, or the image has another size than the JSON file states.
@@ -82,16 +86,18 @@ class CocoBoxes(Boxes):
         return [image_id for image_id in ids if _parse_image_number(image_id) not in known]
 
     def meaning(self, image_id: str) -> str:
-        """Return the boxes of an image as text, for the hash of the image set.
+        """Return the boxes of an image as text, from which the hash of the image set is computed.
 
-        Boxes of other images in the same file do not affect the text.
+        Thus, the hash does not depend on other images in the same JSON file.
         """
         return str(self.read(image_id).tolist())
 
 
 @dataclass(frozen=True)
 class Coco20k(Layout):
-    """COCO20k for object discovery, https://github.com/valeoai/LOST, with all boxes except crowds.
+    """COCO20k for object discovery, https://github.com/valeoai/LOST.
+
+    All boxes are used except those of crowds, which enclose several objects.
 
     Attributes:
         root: The folder that contains annotations/instances_train2014.json and images/train2014.
@@ -118,7 +124,7 @@ class Coco20k(Layout):
         return self._image_set(read_boxes(annotations, cache_folder(self.cache))).validate()
 
     def images(self) -> FileImageSet:
-        """Return all listed images, without their boxes."""
+        """Return all listed images without their boxes."""
         return self._image_set(None).validate()
 
     def _image_set(self, boxes: CocoBoxes | None) -> FileImageSet:
@@ -169,7 +175,11 @@ def _parse_image_number(image_id: str) -> int:
 
 
 def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
-    """Read the boxes from COCO's instances file, or from the cache of an earlier call.
+    """Read the boxes from COCO's instances file, or from the cache if the file has not changed.
+
+    Args:
+        annotations: The instances file, such as instances_train2014.json.
+        cache: Folder in which parsed boxes are cached.
 
     Raises:
         DataError: The instances file is missing or damaged.
@@ -178,12 +188,12 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
         raise DataError(f"{annotations} does not exist. docs/data.md explains where to get it")
     digest = cached_sha256(annotations)
     index = cache / f"coco-boxes-2-{digest[:16]}.npz"
-    # If the index is missing or damaged in any way, it is written again.
+    # If the cached file is missing or damaged in any way, it is written again.
     with suppress(Exception), np.load(index, allow_pickle=False) as stored:
         return CocoBoxes(annotations, *(stored[name] for name in _STORED))
     boxes = parse_boxes(annotations)
     if cached_sha256(annotations) != digest:
-        raise DataError(f"{annotations} changed while it was read. Wait until it is complete")
+        raise DataError(f"{annotations} has changed while it was read. Wait until it is complete")
     arrays = {name: getattr(boxes, name) for name in _STORED}
     with suppress(MachineError):
         write_atomically(index, lambda file: np.savez(file, **arrays))
@@ -191,7 +201,9 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
 
 
 def parse_boxes(annotations: Path) -> CocoBoxes:
-    """Parse COCO's instances file. As in LOST, crowds are left out and corners are rounded.
+    """Parse COCO's instances file, such as instances_train2014.json.
+
+    As in the code of LOST, annotations of crowds are left out and box corners are rounded.
 
     Source: https://github.com/valeoai/LOST/blob/c0ff67ba/datasets.py
 
@@ -200,7 +212,7 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
     """
     try:
         content = json.loads(read_regular(annotations))
-        # Boxes do not need the categories.
+        # Index only the images and annotations, because boxes do not need the categories.
         index = index_coco({name: content[name] for name in ("images", "annotations")})
         images = {
             _require_integer(number, "the id of an image"): [
@@ -233,10 +245,13 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
 
 
 def _require_integer(value: object, name: str) -> int:
-    """Check that a JSON value is an integer. Values such as `1.0`, `true` and `"1"` are errors.
+    """Check that a JSON value is an integer, and return it.
+
+    Values such as `1.0`, `true` and `"1"` are errors. `name` describes the value in the error
+    message.
 
     Raises:
-        ValueError: The value is no integer, or its magnitude is not below 2^63.
+        ValueError: The value is no integer, or its absolute value is 2^63 or more.
     """
     if type(value) is not int or abs(value) >= 2**63:
         raise ValueError(f"expected an integer as {name}, got {value!r}")
@@ -249,6 +264,10 @@ def _parse_object(
     """Parse an annotation. Return its id, the id of its image, and the corners of its box.
 
     Return None if the annotation marks a crowd instead of one object.
+
+    Args:
+        name: Id of the annotation.
+        annotation: The annotation, as in COCO's JSON file.
     """
     number = _require_integer(name, "the id of an annotation")
     try:

@@ -37,7 +37,7 @@ class CocoStuff(PairedFolders):
             `train2017:0-75%`.
         val_split: Name of the folders of scored images and masks, or a part such as
             `val2017:0-50%`.
-        classes: Number of classes: 171, or 27 for the groups of COCO's hierarchy.
+        classes: Number of classes: 171, or 27 for the groups of classes in COCO's hierarchy.
     """
 
     name = "coco_stuff"
@@ -60,7 +60,7 @@ class CocoStuff(PairedFolders):
         )
         folder, numbers = split_folder(maps, split), list(classes)
         files = Files(folder, ".png", excluded_suffix=CONVERTED)
-        # The folder has published masks, converted masks, or both.
+        # If the folder has both published and converted masks, the published masks are used.
         if not files.ids() and Files(folder, CONVERTED).ids():
             files, numbers = Files(folder, CONVERTED), list(range(len(classes)))
         if self.classes == 171:
@@ -90,9 +90,9 @@ class CocoStuff(PairedFolders):
 
 
 def read_classes() -> dict[int, tuple[str, str]]:
-    """Return the name and the group of each class. The keys are the ids in published masks.
+    """Return the name and the group of each class, by the number that published masks store.
 
-    Source: the groups are COCO's supercategories. The ids are those of labels.txt in
+    Source: the groups are COCO's supercategories. The numbers are those in labels.txt of
     https://github.com/nightrome/cocostuff minus 1, because that file begins with "unlabeled".
     """
     with Path(__file__).with_name("coco_stuff_classes.csv").open(encoding="utf-8") as file:

@@ -27,7 +27,8 @@ class DepthMaps:
     Attributes:
         files: The depth files.
         metres_per_unit: Depth in metres for the stored number 1.
-        max_metres: Largest valid depth in metres, or None. Larger depths count as unknown.
+        max_metres: Largest valid depth in metres, or None for no limit. Larger depths count as
+            unknown.
     """
 
     files: Files
@@ -48,7 +49,10 @@ class DepthMaps:
         return metres.astype(np.float32)
 
     def meaning(self) -> Sequence[object]:
-        """Return the settings that convert numbers to depths, for the hash of the image set."""
+        """Return the settings that convert stored numbers to depths.
+
+        The fingerprint (hash) of the image set depends on them.
+        """
         return ["depth", self.metres_per_unit, self.max_metres]
 
 
@@ -110,12 +114,13 @@ class DepthFolders(Layout):
         image_folder: Folder of the images below the root. `{split}` stands for the name of the
             split. Images and depth maps may be in subfolders with the same names.
         depth_folder: Folder of the depth maps below the root, with `{split}` as for `image_folder`.
-        image_suffix: End of the file names of the images. The part before it is the same as in the
-            name of the depth map.
+        image_suffix: End of the file names of the images. Before it, an image and its depth map
+            have the same name.
         depth_suffix: End of the file names of the depth maps.
-        metres_per_unit: Depth in metres for the number 1 in a depth map. By default, numbers are
-            millimetres. The number 0 means that the depth is unknown.
-        max_metres: Largest valid depth in metres, or None. Larger depths count as unknown.
+        metres_per_unit: Depth in metres for the number 1 in a depth map. By default, depth maps
+            store millimetres. The number 0 always means that the depth is unknown.
+        max_metres: Largest valid depth in metres, or None for no limit. Larger depths count as
+            unknown.
     """
 
     supports = frozenset({"depth", "images"})
@@ -137,15 +142,23 @@ class DepthFolders(Layout):
         require_disjoint(self.train_split, self.val_split)
 
     def train(self) -> DepthImageSet:
-        """Return the training images. Raise `DataError` for an image without a depth map."""
+        """Return the training images with depth maps.
+
+        Raises:
+            DataError: An image or its depth map is missing.
+        """
         return self._open_depth(self.train_split)
 
     def val(self) -> DepthImageSet:
-        """Return the scored images. Raise `DataError` for an image without a depth map."""
+        """Return the images that are scored, with depth maps.
+
+        Raises:
+            DataError: An image or its depth map is missing.
+        """
         return self._open_depth(self.val_split)
 
     def images(self) -> FileImageSet:
-        """Return the training images, without their depth maps."""
+        """Return the training images without their depth maps."""
         files = self._files(self.image_folder, self.image_suffix, self.train_split)
         return FileImageSet(
             name=self.name,

@@ -20,8 +20,8 @@ _MAX_NAMED_SUFFIXES = 5
 class ImageFolder(Layout):
     """All images in a folder and its subfolders, in the order of their paths.
 
-    Images are rotated by their EXIF orientation. Probes leave out unreadable images and print a
-    message.
+    Images are rotated according to their EXIF orientation. Probes leave out unreadable images and
+    print a message.
 
     Attributes:
         root: The folder. Links to other folders are followed.
@@ -43,7 +43,7 @@ class ImageFolder(Layout):
         return self.images()
 
     def images(self) -> FileImageSet:
-        """Return all images. Their ids are the paths below `root`.
+        """Return all images. The id of an image is its path below `root`.
 
         Raises:
             DataError: The folder does not exist or has no images.

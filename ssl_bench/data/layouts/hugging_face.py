@@ -53,7 +53,7 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns with images and annotations. Missing annotations are None.
+    """Names of the columns with images and annotations. None if there is no such column.
 
     The name "objects.bbox" stands for the column `bbox`, which is nested in the column `objects`.
     """
@@ -148,10 +148,11 @@ class TableItems(Items):
 
 
 def _read_bytes(value: Any, place: str) -> bytes:
-    """Return the bytes of an encoded image, or of the file that contains it.
+    """Return the bytes of an encoded image, such as a JPEG.
 
     Args:
-        value: Mapping with the key "bytes" or "path".
+        value: Value of an image column of `datasets`: a mapping with the encoded "bytes", or with
+            the "path" of the image file.
         place: Description of the image, for error messages.
     """
     if not isinstance(value, Mapping):
@@ -167,8 +168,8 @@ def _read_bytes(value: Any, place: str) -> bytes:
 def _get_boxes(row: Mapping[str, Any], column: str) -> Any:
     """Return the boxes in a row of a table.
 
-    For a nested column such as "objects.bbox", `objects` contains one dictionary for all objects,
-    or a list with one dictionary for each object.
+    In a nested column such as "objects.bbox", the value of `objects` is one dictionary for all
+    objects, or a list with one dictionary for each object.
     """
     first, *rest = column.split(".")
     value = row[first]
@@ -179,6 +180,11 @@ def _get_boxes(row: Mapping[str, Any], column: str) -> Any:
 
 def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: str) -> Columns:
     """Find the columns of images and annotations by their types and names.
+
+    Args:
+        features: Type of each column of the table, by column name.
+        options: Dataset whose fields contain the column names that the user chose.
+        title: Name of the table, for messages.
 
     Raises:
         ConfigurationError: A column that the user named does not exist, or the user must choose
@@ -223,7 +229,7 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
     for kind, name in {"image": image, "label": label, "mask": mask, "box": box}.items():
         if name is not None and name not in known[kind]:
             raise ConfigurationError(
-                f"expected dataset.{kind}_column to name a {kind} column of {title} (such columns: "
+                f"dataset.{kind}_column expects a {kind} column of {title} (existing ones: "
                 f"{', '.join(known[kind]) or 'none'}), got {name}"
             )
     chosen = {"labels": label, "masks": mask, "boxes": box}
@@ -234,6 +240,11 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
 
 def _choose_column(kind: str, names: Sequence[str], title: str) -> str | None:
     """Return the only column of a kind, or None if there is no such column.
+
+    Args:
+        kind: Kind of the column, such as "mask", for the error message.
+        names: Names of all columns of this kind.
+        title: Name of the table, for the error message.
 
     Raises:
         ConfigurationError: There are several columns of this kind.
@@ -262,7 +273,7 @@ class HuggingFace(IndexedDataset):
 
     Attributes:
         root: ORG/NAME or ORG/NAME@REVISION on the hub, or a folder, such as one with parquet files.
-        subset: Name of a subset, which the library calls a configuration (default: the only one).
+        subset: Name of a subset (default: the only one). The library calls it a configuration.
         train_split: Training split, or a part of it such as `train:0-75%` (default: `train`).
         val_split: Scored split, or a part of it such as `test:0-50%` (default: the first existing
             split of `validation`, `val`, `valid`, `dev` and `test`).
@@ -313,9 +324,10 @@ class HuggingFace(IndexedDataset):
 
     @cached_property
     def _splits(self) -> dict[str, str | None]:
-        """Return the training split with the key "train" and the scored split with the key "val".
+        """Return the training split (key "train") and the scored split (key "val").
 
-        Each split is a name, a part such as `train:0-75%`, or None if there is no such split.
+        Each value is the name of a split, a part such as `train:0-75%`, or None if there is no such
+        split.
         """
         existing = (name for name in _VALIDATION_NAMES if name in self._tables)
         train = self.train_split or ("train" if "train" in self._tables else None)
@@ -343,11 +355,11 @@ class HuggingFace(IndexedDataset):
 
 @cache
 def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
-    """Load a dataset with the library `datasets`. Return its splits by name.
+    """Load a dataset with the library `datasets`. Return each split by its name.
 
     Args:
         address: A folder, or ORG/NAME or ORG/NAME@REVISION on the hub.
-        subset: Name of a subset, or None.
+        subset: Name of a subset, or None for the default subset.
 
     Raises:
         MachineError: The library `datasets` is missing, or the hub cannot be reached.
@@ -374,7 +386,7 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
                 loaded = _load_from_hub(datasets, name, subset, revision or None)
         except (DataError, MachineError):
             raise
-        # The readers of the different formats raise errors of many types.
+        # Each file format has its own reader, and readers raise errors of many types.
         except Exception as error:
             reraise_out_of_memory(error)
             reason = " ".join(str(error).split())[:300]
@@ -412,7 +424,10 @@ def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str |
 
 @contextmanager
 def _enable_offline_mode(datasets: Any) -> Generator[None]:
-    """Use the library `datasets` offline. Otherwise, it retries requests for half a minute."""
+    """Use the library `datasets` offline inside a `with` block.
+
+    Without network access, it would otherwise retry requests for half a minute.
+    """
     modules = (datasets.config, huggingface_hub.constants)
     before = [module.HF_HUB_OFFLINE for module in modules]
     try:
@@ -426,7 +441,10 @@ def _enable_offline_mode(datasets: Any) -> Generator[None]:
 
 @contextmanager
 def _hide_warnings(datasets: Any) -> Generator[None]:
-    """Hide warnings of the library `datasets`. Show progress bars only if stderr is a terminal."""
+    """Hide the warnings of the library `datasets` inside a `with` block.
+
+    If stderr is not a terminal, progress bars are hidden too.
+    """
     level = datasets.logging.get_verbosity()
     had_bars = datasets.is_progress_bar_enabled()
     datasets.logging.set_verbosity_error()

@@ -43,8 +43,8 @@ class PairedFolders(Layout):
     Subclasses implement `_images` and `_masks`, which return the files of a split.
 
     Attributes:
-        published_splits: Folder name of each split in `PUBLISHED_COUNTS`, such as
-            {"train": "training"}. Splits whose folder has the same name are omitted.
+        published_splits: Folder of each split for which `PUBLISHED_COUNTS` has a number of images,
+            such as {"train": "training"}. A split whose folder has the same name needs no entry.
     """
 
     supports: Any
@@ -58,15 +58,23 @@ class PairedFolders(Layout):
             require_disjoint(self.train_split, self.val_split)
 
     def train(self) -> FileImageSet:
-        """Return the training images with masks. An image without a mask raises `DataError`."""
+        """Return the training images with masks.
+
+        Raises:
+            DataError: An image or its mask is missing.
+        """
         return self._segmentation(self.train_split)
 
     def val(self) -> FileImageSet:
-        """Return the scored images with masks. An image without a mask raises `DataError`."""
+        """Return the images that are scored, with masks.
+
+        Raises:
+            DataError: An image or its mask is missing.
+        """
         return self._segmentation(self.val_split)
 
     def images(self) -> FileImageSet:
-        """Return the images of `train_split`, without their masks."""
+        """Return the training images without their masks."""
         return self._image_set(self.train_split, None, ()).validate()
 
     def _segmentation(self, split: str) -> FileImageSet:
@@ -93,7 +101,7 @@ class PairedFolders(Layout):
     def _list_ids(
         self, split: str, images: Files, masks: Masks | None
     ) -> tuple[Path, Collection[str]]:
-        """Return the image folder or list file of a split, and the ids of the split."""
+        """Return the folder or list file of a split, and the image ids that it contains."""
         del split
         # Masks without an image are included, so that the missing image is reported.
         return images.folder, {*images.ids(), *(masks.files.ids() if masks else ())}
@@ -111,12 +119,16 @@ class PairedFolders(Layout):
         raise NotImplementedError
 
     def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
-        """Return the masks of a split, and the names of the classes."""
+        """Return the masks of a split and the names of their classes."""
         raise NotImplementedError
 
 
 def split_folder(parent: Path, split: str) -> Path:
-    """Return the folder of a split.
+    """Return the folder of a split such as `train`, or of a part such as `train:0-75%`.
+
+    Args:
+        parent: Folder that contains a folder for each split.
+        split: The split or the part.
 
     Raises:
         DataError: The folder does not exist. The message lists the existing splits.
@@ -130,10 +142,10 @@ def split_folder(parent: Path, split: str) -> Path:
 
 @dataclass(frozen=True)
 class NestedFiles(Files):
-    """Files in a folder and its subfolders. An id such as "cat/07" contains the subfolder."""
+    """Files in a folder and its subfolders. An id such as "cat/07" includes the subfolder."""
 
     def ids(self) -> list[str]:
-        """Return the sorted ids of all visible files in the folder and its subfolders."""
+        """Return the sorted ids of all non-hidden files in the folder and its subfolders."""
         return sorted(
             name.removesuffix(self.suffix)
             for name in list_files(self.folder)
@@ -149,7 +161,8 @@ class IndexMasks(Masks):
         checks_first_mask: Whether the first mask is read when a split is opened, to detect
             unexpected class numbers early.
         reference: Path of another mask of the split, or None. In every mask with a colour palette,
-            each colour must have the same number as in this mask.
+            each colour must have the same number as in this mask. This detects palettes that an
+            image editor has reordered.
     """
 
     checks_first_mask: ClassVar[bool] = False
@@ -160,9 +173,8 @@ class IndexMasks(Masks):
         """Read the mask of an image, and return the class of each pixel.
 
         Raises:
-            DataError: The file is not a valid mask, stores a number without a class, or uses
-                another numbering of the classes. Or its palette has another order than that of
-                `reference`.
+            DataError: The file is not a valid mask, stores a number without a class, does not use
+                the expected numbering of classes, or has another palette than `reference`.
         """
         path = self.files.path(image_id)
         if palette := read_palette(path):
@@ -175,21 +187,26 @@ class IndexMasks(Masks):
         """Raise `DataError` if a mask does not use the expected numbering of classes.
 
         By default, every numbering is accepted. Subclasses override this method.
+
+        Args:
+            numbers: Number that the mask stores for each pixel.
+            path: Path of the mask, for the error message.
         """
 
     def _require_same_order(self, path: Path, palette: Mapping[Colour, int]) -> None:
         expected, source = self._reference_palette, str(self.reference)
         greys = {r for r, g, b in palette if r == g == b}
-        # A tool may have added a palette to a mask whose grey values are the class numbers. Black
-        # and white alone are no evidence of this, because both are common class colours.
+        # If all colours are grey values that are also class numbers, a tool has probably added a
+        # palette to a grey mask. A palette of only black and white does not show this, because both
+        # are common class colours.
         if greys - {0, 255} and len(greys) == len(palette) and greys <= self.labels.classes.keys():
             expected, source = {(grey, grey, grey): grey for grey in greys}, "its grey value"
         for colour, number in palette.items():
             if expected.get(colour, number) != number:
                 raise DataError(
                     f"{path} stores {number} for the colour {list(colour)}, expected "
-                    f"{expected[colour]} as in {source}. A tool has changed the order of the "
-                    "palette. Use the original masks, or list the colours of all classes in "
+                    f"{expected[colour]} according to {source}. A tool has changed the order of "
+                    "the palette. Use the original masks, or list the colours of all classes in "
                     "dataset.colours"
                 )
 
@@ -200,12 +217,12 @@ class IndexMasks(Masks):
 
 @dataclass(frozen=True)
 class TwoClassMasks(IndexMasks):
-    """Masks of two classes, in which 255 may be a class or may mark ignored pixels."""
+    """Masks of two classes, in which 255 is either the second class or marks ignored pixels."""
 
     checks_first_mask = True
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
-        """Raise `DataError` for a mask that stores only 0 and 255, because 255 is ambiguous."""
+        """Raise `DataError` if a mask stores only 0 and 255, because 255 is then ambiguous."""
         if set(np.unique(numbers)) == {0, IGNORED}:
             raise DataError(
                 f"{path} holds 0 and 255 but not 1, so the meaning of 255 is unclear. State "
@@ -224,13 +241,14 @@ class ColourMasks(Masks):
     """Masks with one colour for each class.
 
     Attributes:
-        colours: RGB values of each colour. `labels` maps the index of a colour to its class.
+        colours: All colours that masks may contain, as RGB values. `labels` maps the index of a
+            colour in this list to its class.
     """
 
     colours: Sequence[Colour] = ()
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Return the class of each pixel of a mask.
+        """Read the mask of an image, and return the class of each pixel.
 
         Raises:
             DataError: The file cannot be read, or contains a colour without a class.
@@ -272,12 +290,12 @@ class ImageMaskFolders(PairedFolders):
         image_folder: Folder of the images below the root. `{split}` stands for the name of the
             split. Images and masks may be in subfolders with the same names.
         mask_folder: Folder of the masks below the root, with `{split}` as for `image_folder`.
-        image_suffix: End of the file names of the images. The part before it is the same as in the
-            name of the mask.
+        image_suffix: End of the file names of the images. Before it, an image and its mask have the
+            same name.
         mask_suffix: End of the file names of the masks.
-        lists: File that lists the images of a split, one name per line. Its path is below the root,
-            and `{split}` stands for the name of the split. By default, a split consists of all
-            files in its folder.
+        lists: Path below the root of a file that lists the images of a split, one name per line.
+            `{split}` stands for the name of the split. By default, a split consists of all files in
+            its folder.
         class_names: Names of the classes. By default they are read from classes.txt, one per line.
             With `one_object`, they default to background and object.
         numbers: Number that the masks store for each class. By default 0, 1, 2 and so on.
@@ -286,9 +304,9 @@ class ImageMaskFolders(PairedFolders):
             nor in `ignored` is an error.
         colours: Red, green and blue of each class, if masks store colours.
         ignored_colours: Colours of ignored pixels.
-        one_object: Whether masks show one object (class 1) on a background (class 0). Then,
-            `train_split` and `val_split` may be the same. Probes that train segmentation heads
-            still need different splits.
+        one_object: Whether masks show one object (class 1) on a background (class 0). In this case,
+            `train_split` and `val_split` may be the same, except for probes that train segmentation
+            heads.
     """
 
     root: OptionalPath = None
@@ -310,7 +328,7 @@ class ImageMaskFolders(PairedFolders):
 
     @property
     def supports(self) -> frozenset[str]:
-        """Return the evaluations that the dataset supports.
+        """Return the evaluations that the dataset supports, such as "segmentation".
 
         Segmentation needs different splits for training and scoring.
         """
@@ -380,7 +398,8 @@ class ImageMaskFolders(PairedFolders):
             return folder
         if _SPLIT not in pattern:
             raise DataError(f"{folder} does not exist, expected {self._tree()}")
-        # The pattern "parent/prefix{split}suffix/rest" shows which splits exist.
+        # To list the existing splits in the error, find the folders "prefix*suffix" in the parent
+        # of the pattern "parent/prefix{split}suffix/rest".
         before, _, after = pattern.partition(_SPLIT)
         parent, prefix = (root / f"{before}x").parent, before.rpartition("/")[2]
         suffix = after.partition("/")[0]
@@ -418,12 +437,14 @@ class ImageMaskFolders(PairedFolders):
         ignored |= {0} if self.reduce_zero else set()
         if len(set(numbers)) != count or not set(numbers).isdisjoint(ignored):
             raise ConfigurationError(
-                f"dataset.numbers must be {count} different numbers, one per class and none of "
+                f"expected {count} different dataset.numbers, one per class, none of which is in "
                 f"dataset.ignored, got dataset.numbers={format_value(list(numbers))} and "
                 f"dataset.ignored={format_value(sorted(ignored))}"
             )
         if not {*numbers, *ignored} <= set(range(256)):
-            raise ConfigurationError("dataset.numbers and dataset.ignored must lie in 0..255")
+            raise ConfigurationError(
+                "dataset.numbers and dataset.ignored must be between 0 and 255"
+            )
         classes = {number: index for index, number in enumerate(numbers)}
         hint = (
             "list the numbers of all classes in dataset.numbers and other numbers in "
@@ -437,8 +458,8 @@ class ImageMaskFolders(PairedFolders):
         colours = [(r, g, b) for r, g, b in (*classes, *self.ignored_colours)]
         if len(classes) != count or len(set(colours)) != len(colours):
             raise ConfigurationError(
-                f"dataset.colours must be {count} different colours, one per class, that are not "
-                f"in dataset.ignored_colours, got {len(classes)}"
+                f"expected {count} different dataset.colours, one per class, none of which is in "
+                f"dataset.ignored_colours, got {len(classes)}"
             )
         numbers = {number: number if number < count else IGNORED for number in range(len(colours))}
         return ColourMasks(files, LabelMap(numbers, hint="-"), colours=colours)

@@ -29,20 +29,23 @@ from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
 from ssl_bench.system.output import say_once, show_progress
 
 BoxFormat = Literal["xyxy", "xywh"]
-"""The four numbers of a box: two corners, or a corner with width and height, in pixels."""
+"""Meaning of the four numbers of a box in pixels.
+
+They are two corners ("xyxy"), or the upper left corner with width and height ("xywh").
+"""
 Annotation = Literal["label", "mask", "boxes"]
 _UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True)
 class Item:
-    """An image with annotations that have not been validated.
+    """An image with its annotations, which have not been validated yet.
 
     Attributes:
         image: RGB image with values from 0 to 255.
-        label: Class of the whole image.
-        mask: Number that the mask stores for each pixel.
-        boxes: Corners (x0, y0, x1, y1) in pixels. The far edges are exclusive.
+        label: Class number of the whole image.
+        mask: Number that the mask stores for each pixel, before numbers are mapped to classes.
+        boxes: Corners (x0, y0, x1, y1) of each box in pixels. The edges x1 and y1 are exclusive.
         allows_flat_boxes: Whether boxes without height or width are valid, as in COCO.
     """
 
@@ -54,12 +57,12 @@ class Item:
 
 
 class ItemIdentity(NamedTuple):
-    """Hashes that identify an image and its annotations, together with the class label.
+    """Hashes of an image and its annotations, and the class label of the image.
 
     Attributes:
         digest: SHA-256 of the image and its annotations, in hexadecimal digits.
-        image_digest: SHA-256 of the image.
-        label: Class of the whole image, or None.
+        image_digest: SHA-256 of the image alone, in hexadecimal digits.
+        label: Class number of the whole image. None if it is unknown.
     """
 
     digest: str
@@ -91,7 +94,8 @@ class Items:
 
         Args:
             index: Index of the image in the sequence.
-            bits: Number of bits that 16-bit images use, or None.
+            bits: Number of bits that 16-bit images use, such as 12 for values up to 4095. None if
+                the user has not stated it.
 
         Raises:
             DataError: The image is missing, or it has another kind of annotation than expected.
@@ -100,11 +104,11 @@ class Items:
         raise NotImplementedError
 
     def read_identity(self, index: int) -> ItemIdentity:
-        """Read an image with its annotations, and return the hashes that identify them."""
+        """Read an image with its annotations, and return their hashes and the class label."""
         raise NotImplementedError
 
     def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
-        """Return the numbers that the mask of an image stores. Each image must have a mask."""
+        """Return the numbers that the mask of an image stores. The image must have a mask."""
         mask = self.read(index).mask
         assert mask is not None
         return mask
@@ -114,9 +118,10 @@ class Items:
         return f"image {index} of {self.title}"
 
     def identities(self, indices: Sequence[int]) -> list[ItemIdentity]:
-        """Return the hashes that identify images with the given indices, and their labels.
+        """Return the hashes and class labels of the images at the given indices.
 
-        If the hashes of an image are not cached, the image is read in a thread.
+        Images whose hashes are not cached in memory are read in parallel threads. Unreadable images
+        get the digest "unreadable" and the label None.
         """
 
         def read(index: int) -> ItemIdentity:
@@ -143,16 +148,17 @@ def digest_of_parts(*parts: bytes) -> str:
 
 @dataclass(frozen=True)
 class IndexedImages:
-    """An `ImageSet` with selected images of a sequence.
+    """An image set that consists of selected images of a sequence, such as a table.
 
     Attributes:
         items: The sequence.
-        indices: Indices into `items`.
-        class_names: Names of the classes. Without names, images have no labels and no masks.
+        indices: Indices of the selected images in `items`.
+        class_names: Names of the classes. If it is empty, the images are returned without labels
+            and masks.
         numbers: Class of each number that masks store, or None for images without masks.
-        is_255_unclear: Whether 255 in a mask may be a class or an ignored pixel, because the user
-            has not stated its meaning.
-        options: Options for reading the images. Only `bits` has an effect.
+        is_255_unclear: Whether 255 in a mask may be a class or mark an ignored pixel, because the
+            user has not stated its meaning.
+        options: Options for reading the images. Only `bits` (of 16-bit images) has an effect.
     """
 
     name: str
@@ -166,7 +172,7 @@ class IndexedImages:
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
-        # With leading zeros, sorted ids have the order of the items.
+        # With leading zeros, ids in alphabetical order have the order of the items.
         return tuple(f"{index:07}" for index in self.indices)
 
     @property
@@ -229,7 +235,7 @@ class IndexedImages:
     def fingerprint(self) -> str:
         """Return a SHA-256 of all images, their ids and annotations, and the class names.
 
-        It also depends on the class of each mask number.
+        It also depends on the mapping from the numbers in masks to classes.
         """
         return self._fingerprint
 
@@ -240,29 +246,41 @@ class IndexedImages:
         return self.options.compute_fingerprint([["items", self.class_names, meaning], *rows])
 
     def sample_hashes(self) -> list[str]:
-        """Return a digest of each image with its annotations."""
+        """Return a hash of each image with its annotations."""
         return [identity.digest for identity in self.items.identities(self.indices)]
 
     def image_digests(self) -> list[str]:
-        """Return the digest of each image without its annotations."""
+        """Return a hash of each image without its annotations."""
         return [identity.image_digest for identity in self.items.identities(self.indices)]
 
     def with_read_options(self, options: ReadOptions) -> "IndexedImages":
-        """Return the same images with other options for reading them.
+        """Return a copy of this image set that reads its images with the given options.
 
-        They are identified by their content, even with data.fingerprint=stat.
+        The images are always identified by their content. Thus, data.fingerprint=stat has no
+        effect.
         """
         return replace(self, options=replace(options, fingerprint="content"))
 
     def select(self, name: str, positions: Sequence[int]) -> "IndexedImages":
-        """Return a subset with the images at the given positions. Its name is `name`."""
+        """Return a subset of the images, with a new name.
+
+        Args:
+            name: Name of the subset.
+            positions: Positions of its images in this image set.
+        """
         return replace(
             self, name=name, indices=tuple(self.indices[position] for position in positions)
         )
 
 
 class SelectedItems(NamedTuple):
-    """Selected images of a sequence: the sequence, the name of the split, and the indices."""
+    """Images that were selected from a sequence.
+
+    Attributes:
+        items: The sequence.
+        split: Name of the split, such as "train" or "train:0-75%".
+        indices: Indices of the selected images in the sequence.
+    """
 
     items: Items
     split: str
@@ -276,18 +294,19 @@ class IndexedDataset(Layout):
     Attributes:
         name: Name of the dataset in stored results and tables (default: the name of the data and
             its number of images, such as CIFAR10-60000).
-        class_names: Names of the classes (default: those of the data).
+        class_names: Names of the classes (default: the names that the data contain).
         numbers: Numbers that masks store, one for each class (default: 0, 1, 2 and so on).
         ignored: Numbers of mask pixels that are not scored (default: 255, unless it is in
             `numbers`).
         one_object: Whether masks show one object (class 1) on a background (class 0).
         box_format: Meaning of the four numbers of a box in pixels. With xyxy they are the corners
-            (x0, y0, x1, y1), and with xywh a corner, the width and the height as in COCO. The
-            default for Python datasets is xyxy. Tables of Hugging Face have no default.
+            (x0, y0, x1, y1). With xywh they are the upper left corner, the width and the height, as
+            in COCO. The default for Python datasets is xyxy. Tables of Hugging Face have no
+            default.
         image_column: Column with the images, in a table of Hugging Face.
-        label_column: Column with class labels.
-        mask_column: Column with masks.
-        box_column: Column with boxes, such as objects.bbox.
+        label_column: Column with class labels, in a table of Hugging Face.
+        mask_column: Column with masks, in a table of Hugging Face.
+        box_column: Column with boxes, such as objects.bbox, in a table of Hugging Face.
     """
 
     name: str = ""
@@ -312,36 +331,38 @@ class IndexedDataset(Layout):
             )
 
     def select_items(self, role: str) -> SelectedItems | None:
-        """Return the images for training ("train"), scoring ("val") or other uses ("images").
+        """Return the images for one use.
 
         Args:
-            role: One of these three uses.
+            role: The use: "train" (for training), "val" (for scoring) or "images" (without
+                annotations).
 
         Returns:
-            The images, or None if the dataset has no images for this role.
+            The images, or None if the dataset has no images for this use.
 
         Raises:
-            DataError: The dataset cannot be used for this role.
+            DataError: The dataset cannot be used in this way.
         """
         raise NotImplementedError
 
     def list_sequences(self) -> Mapping[str, Items]:
-        """Return all image sequences of the dataset, by role or split, such as "train"."""
+        """Return all image sequences of the dataset, by the name of the split, such as "train"."""
         raise NotImplementedError
 
     def missing_role_error(self, role: str) -> DataError:
-        """Return the error for a dataset without images for a role, such as "train"."""
+        """Return the error for a dataset without images for a use, such as "train" or "val"."""
         raise NotImplementedError
 
     def images_name(self) -> str:
-        """Return the name of the dataset in the records (stored scores)."""
+        """Return the name of the dataset in stored results."""
         raise NotImplementedError
 
     @property
     def supports(self) -> frozenset[str]:
-        """Return the evaluations that the annotations allow.
+        """Return the evaluations that the annotations allow, such as "classification".
 
-        Object discovery is also possible, but not scored, for images without annotations.
+        Images without annotations also allow "discovery", but the discovered objects are not
+        scored.
         """
         roles = set[str]()
         for role, items in self.list_sequences().items():
@@ -361,14 +382,14 @@ class IndexedDataset(Layout):
         return self._open_annotated("train")
 
     def val(self) -> ImageSet:
-        """Return the images on which scores are computed, with labels or masks."""
+        """Return the images that are scored, with labels or masks."""
         return self._open_annotated("val")
 
     def discovery(self) -> ImageSet:
-        """Return images for object discovery, if possible with boxes.
+        """Return the images for object discovery.
 
-        If there are no boxes, return images without labels and masks. If all images have labels or
-        masks, return those of the role "images".
+        Images with boxes are preferred, followed by images without labels and masks. If all images
+        have labels or masks, the images for the use "images" are returned without them.
         """
         parts = [part for role in ("images", "val", "train") if (part := self.select_items(role))]
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]
@@ -404,7 +425,8 @@ class IndexedDataset(Layout):
             numbers=self._map_numbers(len(names)) if "mask" in annotations and names else None,
             is_255_unclear=self.numbers is None and self.ignored is None and len(names) <= 2,
         )
-        # If annotations are interpreted wrongly, reading the first image usually raises an error.
+        # Read the first image. If annotations are interpreted wrongly, this usually raises an
+        # error.
         with suppress(UnreadableImage):
             _ = images[0]
         return images
@@ -414,8 +436,8 @@ class IndexedDataset(Layout):
         ignored = {*self._ignored}
         if len({*numbers}) != num_classes or ignored & {*numbers}:
             raise ConfigurationError(
-                f"dataset.numbers must be {num_classes} different numbers, one per class and none "
-                f"of dataset.ignored, got dataset.numbers={format_value(numbers)} and "
+                f"expected {num_classes} different dataset.numbers, one per class, none of which "
+                f"is in dataset.ignored, got dataset.numbers={format_value(numbers)} and "
                 f"dataset.ignored={format_value(sorted(ignored))}"
             )
         classes: dict[int, int] = {number: index for index, number in enumerate(numbers)}
@@ -453,7 +475,7 @@ class IndexedDataset(Layout):
             count = 1 + max(map(self._largest_class, sets))
         else:
             count = len(self.numbers)
-        say_once(f"{title}: number of classes: {count} (dataset.class_names=[a,b] names them)")
+        say_once(f"{title}: {count} classes. Set their names with dataset.class_names=[a,b]")
         return tuple(map(str, range(count)))
 
     def _largest_class(self, items: Items) -> int:
@@ -474,6 +496,11 @@ class IndexedDataset(Layout):
 
 def to_corners(boxes: Any, box_format: BoxFormat) -> Float64[np.ndarray, "boxes 4"]:
     """Convert boxes to corners (x0, y0, x1, y1).
+
+    Args:
+        boxes: Array or list of n x 4 numbers, or an empty list.
+        box_format: "xyxy" for boxes that are already corners, or "xywh" for a corner with width and
+            height.
 
     Raises:
         ValueError: The boxes are not an array of n x 4 numbers.

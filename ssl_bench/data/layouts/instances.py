@@ -36,7 +36,8 @@ from ssl_bench.data.samples import (
 )
 from ssl_bench.errors import DataError
 
-# Names of functions that a pickle with an array of numbers calls. None of them can run other code.
+# Module and name of each function that unpickling an array of numbers calls. None of these
+# functions can run other code.
 _PICKLED = {
     *(("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"), ("__builtin__", "bytes")),
     *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
@@ -55,10 +56,10 @@ _COPY_FOLDERS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class SearchImages(ImageView):
-    """An `ImageSet` in which some images are queries.
+    """An image set for instance retrieval, in which some images are queries.
 
     Attributes:
-        searches: Expected results of each search, by the id of the query.
+        searches: Ground truth for each query, by the image id of the query.
     """
 
     searches: Mapping[str, Search] = field(default_factory=dict)
@@ -78,24 +79,29 @@ class SearchImages(ImageView):
         return extend_fingerprint(self.images.fingerprint(), *rows, ("bystanders", *bystanders))
 
     def with_read_options(self, options: ReadOptions) -> "SearchImages":
-        """Return the same images with other options for reading their files."""
+        """Return a copy of this image set that reads its files with the given options."""
         return replace(self, images=with_read_options(self.images, options))
 
     def file_hashes(self) -> UInt64[np.ndarray, " images"]:
-        """Return a hash of the file of each image."""
+        """Return the hash of each image's file."""
         return file_hashes(self.images)
 
     def select(self, name: str, indices: Sequence[int]) -> "SearchImages":
-        """Return a subset with the images at the given indices. Its name is `name`."""
+        """Return a subset of the images, with a new name.
+
+        Args:
+            name: Name of the subset.
+            indices: Indices of its images in this image set.
+        """
         return replace(self, images=select_images(self.images, name, indices))
 
 
 @dataclass(frozen=True)
 class Holidays(Layout):
-    """INRIA Holidays, https://lear.inrialpes.fr/~jegou/data.php, in its published layout.
+    """INRIA Holidays with the published file names, https://lear.inrialpes.fr/~jegou/data.php.
 
-    Images with the same first four digits show the same object or place. The first one of them,
-    whose last two digits are 00, is the query.
+    Images whose names have the same first four digits show the same object or place. The image
+    whose last two digits are 00 is the query.
 
     Attributes:
         root: The folder that contains the folder jpg, or its parent folder.
@@ -158,7 +164,7 @@ class Landmarks(Layout):
     name: Literal["roxford5k", "rparis6k"] = "roxford5k"
 
     def val(self) -> SearchImages:
-        """Return an image set of the queries, followed by the database that is searched.
+        """Return the query images, followed by the database images that are searched.
 
         Raises:
             DataError: An image is missing, or the file of the ground truth is invalid.
@@ -194,13 +200,14 @@ class Landmarks(Layout):
 
 @dataclass(frozen=True)
 class Copydays(Layout):
-    """Copydays, https://lear.inrialpes.fr/~jegou/data.php, in its published layout.
+    """Copydays with the published file names, https://lear.inrialpes.fr/~jegou/data.php.
 
-    The copies are queries, and the originals are the database.
+    The queries are edited copies of photographs. The database contains the original photographs.
 
     Attributes:
         root: The folder that contains original, strong, jpegqual and crops, or its parent folder.
-        copies: Which copies are queries: `strong`, `jpegqual`, `crops` or `all`.
+        copies: Which copies are queries: the copies in the folder `strong`, `jpegqual` or `crops`,
+            or `all` copies.
     """
 
     name = "copydays"
@@ -210,10 +217,10 @@ class Copydays(Layout):
     copies: Literal["strong", "jpegqual", "crops", "all"] = "strong"
 
     def val(self) -> SearchImages:
-        """Return an image set of the copies, which are queries, followed by the original images.
+        """Return the copies, which are the queries, followed by the original images.
 
         Raises:
-            DataError: A folder or an original is missing.
+            DataError: A folder is missing, or a copy has no original.
         """
         root, originals = self._root(), self.images().ids
         copies = [
@@ -234,7 +241,7 @@ class Copydays(Layout):
         if unknown := [image_id for image_id, one in searches.items() if not one.matches]:
             raise DataError(
                 f"{root / 'original'} has no original of {join_names(unknown)}, expected a file "
-                "with the same first four letters. Unpack all archives again"
+                "with the same first four characters. Unpack all archives again"
             )
         counted = {"val": [*copies, *originals]} if self.copies == "strong" else {}
         name = benchmark_name(self.name, counted)
@@ -243,7 +250,7 @@ class Copydays(Layout):
         )
 
     def images(self) -> FileImageSet:
-        """Return the original images, without the copies."""
+        """Return the original images without their copies."""
         root = self._root()
         ids = [f"original/{name}" for name in Files(root / "original", ".jpg").ids()]
         return _make_image_set(benchmark_name(self.name, {"images": ids}), "original", root, ids)
@@ -262,13 +269,13 @@ def read_ground_truth(file: Path) -> dict[str, Any]:
     """Read the ground truth of revisited Oxford or Paris from a pickle, without running its code.
 
     Returns:
-        Dictionary with the ids of the database images (`imlist`), the ids of the queries
-        (`qimlist`), and the relevance of images for each query (`gnd`). For a query, `gnd` has the
-        indices of easy, hard and junk images in the database.
+        Dictionary with three lists. `imlist` contains the ids of the database images, and `qimlist`
+        the ids of the queries. `gnd` contains a dictionary for each query, with the indices of its
+        "easy", "hard" and "junk" images in `imlist`.
 
     Raises:
         DataError: The file is missing, contains anything but plain Python values and arrays of
-            numbers, or is not such a ground truth.
+            numbers, or does not have these three lists.
     """
     data = read_data_file(file)
     try:
@@ -304,7 +311,7 @@ def _parse_names(value: Any) -> list[str]:
     if not is_valid or not all(
         isinstance(name, str) and PurePath(name).name == name for name in value
     ):
-        raise ValueError("expected names of images")
+        raise ValueError("expected a list of image names")
     return [str(name) for name in value]
 
 

@@ -1,4 +1,7 @@
-"""NYU Depth v2 in the layout of BTS: indoor scenes with depth maps, or with 40 classes."""
+"""NYU Depth v2: indoor scenes with depth maps, or with masks of 40 classes.
+
+The files have the folders and names of the BTS repository (monocular depth estimation).
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,7 +38,7 @@ _SPLIT = "{split}"
 
 @dataclass(frozen=True)
 class SceneFiles(Files):
-    """Files in one folder for each scene. The id `kitchen/00045` stands for kitchen/rgb_00045.jpg.
+    """Files in one folder for each scene. The id "kitchen/00045" stands for kitchen/rgb_00045.jpg.
 
     Attributes:
         prefix: Beginning of each file name, such as "rgb_".
@@ -71,9 +74,9 @@ class SceneFiles(Files):
 
 @dataclass(frozen=True)
 class EigenCrop(DepthMaps):
-    """Depth maps of 640 x 480 pixels, with unknown depth outside of the Eigen crop.
+    """Depth maps of 640 x 480 pixels, in which the depth outside the Eigen crop is unknown.
 
-    The crop consists of rows 45:471 and columns 41:601.
+    The crop consists of rows 45 to 470 and columns 41 to 600, counted from 0.
 
     Source: Eigen et al., "Depth Map Prediction from a Single Image using a Multi-Scale Deep
     Network", https://arxiv.org/abs/1406.2283.
@@ -99,7 +102,7 @@ class EigenCrop(DepthMaps):
 class Nyu(Layout):
     """NYU Depth v2, https://cs.nyu.edu/~fergus/datasets/nyu_depth_v2.html.
 
-    The files have the layout of BTS, https://github.com/cleinc/bts.
+    The files have the folders and names of https://github.com/cleinc/bts.
 
     Attributes:
         root: The folder that contains official_splits, or its parent folder nyu_depth_v2.
@@ -109,12 +112,13 @@ class Nyu(Layout):
         val_split: Name of the scored folder in official_splits/, or a part such as `test:0-50%`.
         annotation: "depth" reads sync_depth_*.png, in millimetres. "classes" reads label40_*.png.
         reduce_zero: Whether label40_*.png store 1 to 40 for the classes and 0 for unlabelled
-            pixels, as published. If not, they store 0 to 39, and 255 is ignored.
-        eigen_crop: Whether depth outside of rows 45:471 and columns 41:601 counts as unknown. The
-            crop leaves out the white frame of the images.
-        lists: File that lists the images of a split. Its path is below the root, and `{split}`
-            stands for the name of the split. Each line begins with the path of an image below the
-            folder of the split. By default, a split consists of all files in its folder.
+            pixels, as published. If not, they store 0 to 39 for the classes and 255 for unlabelled
+            pixels.
+        eigen_crop: Whether depth outside rows 45:471 and columns 41:601 counts as unknown. The crop
+            leaves out the white border of the images.
+        lists: Path below the root of a file that lists the images of a split. `{split}` stands for
+            the name of the split. Each line begins with the path of an image below the folder of
+            the split. By default, a split consists of all files in its folder.
     """
 
     root: OptionalPath = None
@@ -142,15 +146,23 @@ class Nyu(Layout):
         return () if self.annotation == "depth" else CLASS_NAMES
 
     def train(self) -> FileImageSet:
-        """Return the training images. An image without its annotation raises `DataError`."""
+        """Return the training images with depth maps or masks.
+
+        Raises:
+            DataError: The depth map or the mask of an image is missing.
+        """
         return self._open_annotated(self.train_split)
 
     def val(self) -> FileImageSet:
-        """Return the scored images. An image without its annotation raises `DataError`."""
+        """Return the images that are scored, with depth maps or masks.
+
+        Raises:
+            DataError: The depth map or the mask of an image is missing.
+        """
         return self._open_annotated(self.val_split)
 
     def images(self) -> FileImageSet:
-        """Return the training images, without their annotations."""
+        """Return the training images without their depth maps and masks."""
         return FileImageSet(**self._shared_fields(self.train_split)).validate()
 
     def _open_annotated(self, split: str) -> FileImageSet:
@@ -168,7 +180,7 @@ class Nyu(Layout):
         return DepthImageSet(**shared, depths=depths).validate()
 
     def _shared_fields(self, split: str) -> dict[str, Any]:
-        """Return the constructor arguments of a split's image set, except those for annotations."""
+        """Return the arguments of `FileImageSet` for a split, except its depth maps and masks."""
         source, ids = self._list_ids(Split.parse(split).name)
         return {
             "name": self._full_name,
@@ -188,7 +200,7 @@ class Nyu(Layout):
         return benchmark_name(self.name, ids)
 
     def _list_ids(self, split: str) -> tuple[Path, Sequence[str]]:
-        """Return the image folder or list file of a split, and all image ids in it."""
+        """Return the folder or list file of a split, and the image ids that it contains."""
         images = self._images(split)
         if self.lists is None:
             return images.folder, images.ids()
@@ -200,7 +212,7 @@ class Nyu(Layout):
             except ValueError as error:
                 raise DataError(
                     f"{source} has the line {line!r}, expected a line that begins with "
-                    "SCENE/rgb_NUMBER.jpg, as in the lists of BTS"
+                    "SCENE/rgb_NUMBER.jpg, as in the lists of https://github.com/cleinc/bts"
                 ) from error
         return source, ids
 

@@ -28,12 +28,12 @@ CATEGORIES = (
 class WillowPairs(FileSet):
     """Pairs of a source image and a target image, with corresponding points.
 
-    A sample contains the source image. Its attribute `pair` contains the target image and all
-    points.
+    The image of a sample is the source image. The attribute `pair` of the sample contains the
+    target image and the points of both images.
 
     Attributes:
         ids: Ids of the pairs, in the form NUMBER-SOURCE-TARGET:CATEGORY.
-        points: One MATLAB file with points for each image.
+        points: MATLAB files with points, one file for each image.
     """
 
     class_names: tuple[str, ...] = CATEGORIES
@@ -67,7 +67,7 @@ class WillowPairs(FileSet):
         return Sample(self.ids[index], images[0], pair=pair)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the ids, and of the points and the images of all pairs."""
+        """Return a SHA-256 of the ids, images and points of all pairs."""
         return self._fingerprint
 
     @cached_property
@@ -83,11 +83,12 @@ class WillowPairs(FileSet):
 
 @dataclass(frozen=True)
 class PfWillow(Layout):
-    """PF-WILLOW, https://www.di.ens.fr/willow/research/proposalflow, with its ten subclasses.
+    """PF-WILLOW with its ten subclasses, https://www.di.ens.fr/willow/research/proposalflow.
+
+    A subclass is a part of an object category, such as `car(G)`.
 
     Attributes:
-        root: The folder that contains the folders of the subclasses, or its parent folder. A
-            subclass is a part of an object category, such as `car(G)`.
+        root: The folder that contains the folders of the subclasses, or its parent folder.
     """
 
     name = "pf_willow"
@@ -100,7 +101,8 @@ class PfWillow(Layout):
         """Return all ordered pairs of two images of the same subclass.
 
         Raises:
-            DataError: A file is missing, or a name contains a dash, which separates names in ids.
+            DataError: A file is missing, or the name of an image contains a dash. Pair ids separate
+                image names by dashes.
         """
         images = self.images()
         by_category: dict[str, list[str]] = {}
@@ -160,7 +162,8 @@ class PfWillow(Layout):
 def read_points(file: Path, size: tuple[int, ...]) -> Float64[np.ndarray, "points 2"]:
     """Read the points of an image, and convert them from MATLAB's pixel coordinates.
 
-    MATLAB counts pixels from 1. In the result, the centre of the first pixel is (0.5, 0.5).
+    MATLAB counts pixels from 1. In the result, points are (x, y), and the centre of the upper left
+    pixel is (0.5, 0.5).
 
     Args:
         file: A MATLAB file with the array `pts_coord`, whose two rows are x and y.
@@ -179,7 +182,8 @@ def read_points(file: Path, size: tuple[int, ...]) -> Float64[np.ndarray, "point
             raise ValueError(
                 f"pts_coord has the shape {points.shape[::-1]}, expected two rows of coordinates"
             )
-        # The edges of the image are half a pixel away from the middles of the outermost pixels.
+        # A point may lie on the edge of the image, which is half a pixel outside the centres of the
+        # outermost pixels.
         if not ((points >= 0) & (points <= np.array(size))).all():
             raise ValueError(f"pts_coord has points outside the {size[0]} x {size[1]} image")
     except Exception as error:
@@ -191,7 +195,7 @@ def read_points(file: Path, size: tuple[int, ...]) -> Float64[np.ndarray, "point
 
 
 def _parse_pair_id(pair_id: str) -> tuple[str, str]:
-    """Return the ids of the two images that form the pair with a given id."""
+    """Return the ids of the source image and the target image of a pair."""
     names, _, category = pair_id.rpartition(":")
     _, source, target = names.split("-")
     return f"{category}/{source}", f"{category}/{target}"

@@ -41,13 +41,14 @@ _COCO_BOXES = "COCO's x, y, width, height"
 
 
 class Target(NamedTuple):
-    """Parsed target of an image.
+    """The annotation that a Python dataset returns with an image, in a common form.
 
     Attributes:
-        kind: "label", "mask" or "boxes". None if the image has no target.
-        value: The class label, the class number of each pixel, or the corners of boxes.
-        format: Original format of boxes, for messages. It is "" for other kinds and for an empty
-            list.
+        kind: "label", "mask" or "boxes". None if the image has no annotation.
+        value: The class label, the class number of each pixel, or the corners (x0, y0, x1, y1) of
+            boxes.
+        format: Format in which boxes were given, such as "xywh", for messages. It is "" for other
+            annotations and for an empty list.
     """
 
     kind: Annotation | None
@@ -62,8 +63,9 @@ class PythonItems(Items):
 
     Args:
         dataset: The sequence.
-        argument: Name of the argument of `ssl_bench.probe` that contains the dataset, for messages.
-        box_format: Format of boxes in arrays and lists.
+        argument: Argument of `ssl_bench.probe` to which the user passed the dataset, such as
+            "train". It is used in messages.
+        box_format: Format of boxes in arrays and lists: "xyxy" (default) or "xywh".
     """
 
     def __init__(self, dataset: Any, argument: str, box_format: BoxFormat | None) -> None:
@@ -73,7 +75,7 @@ class PythonItems(Items):
         base = base_dataset(dataset)
         self.title = f"{argument} ({type(base).__name__})"
         names = getattr(base, "classes", None)
-        # In some datasets, `classes` is a mapping or a number.
+        # In some datasets, `classes` is not a list of names, but a mapping or a number.
         is_list = isinstance(names, (list, tuple)) and bool(names)
         self.class_names = tuple(map(str, names)) if is_list else ()
         self._length = len(dataset)
@@ -94,11 +96,13 @@ class PythonItems(Items):
         return self._length
 
     def read(self, index: int, bits: int | None = None) -> Item:
-        """Read an image with its annotations.
+        """Read the image at the given index with its annotations.
+
+        `bits` has no effect, because the dataset decodes its images itself.
 
         Raises:
-            DataError: The content has changed since the image was first read, or the target is not
-                supported.
+            DataError: The content has changed since the image was first read, or the annotation has
+                an unsupported form.
             UnreadableImage: The dataset raises an exception for this image.
         """
         del bits
@@ -119,8 +123,8 @@ class PythonItems(Items):
         if target.kind != self._kind:
             expected = self._kind or "no target"
             raise DataError(
-                f"{self.describe_item(index)} has another kind of target than the first image, "
-                f"expected {expected}"
+                f"the target of {self.describe_item(index)} is of another kind than the first "
+                f"target, expected {expected}"
             )
         item = Item(
             image,
@@ -160,7 +164,8 @@ class _UnsupportedContent(Exception):
 def base_dataset(dataset: Any) -> Any:
     """Return the dataset inside wrappers such as `torch.utils.data.Subset`.
 
-    Wrappers are removed until a dataset has an attribute `classes`, or until none is left.
+    While an object has the attribute `dataset` but not the attribute `classes`, it is replaced by
+    its attribute `dataset`.
     """
     while not hasattr(dataset, "classes") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
@@ -225,9 +230,10 @@ def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> T
     """Determine whether the target of an image is a class label, a mask or boxes, and convert it.
 
     Args:
-        target: The target that a Python dataset returns with an image, or None.
-        size: Height and width of the image.
-        box_format: Format of boxes in arrays and lists.
+        target: The annotation that a Python dataset returns with an image, or None.
+        size: Height and width of the image in pixels. An integer array of this size is a mask.
+        box_format: Format of boxes in arrays and lists: "xyxy" (two corners) or "xywh" (corner,
+            width and height).
     """
     if target is None:
         return Target(None)
@@ -243,7 +249,7 @@ def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> T
         # CocoDetection returns an empty list for an image without objects.
         return Target("boxes", to_corners(target, box_format))
     if isinstance(target, list) and all(isinstance(one, Mapping) for one in target):
-        # The box of a crowd encloses many objects instead of one.
+        # Leave out crowds, because the box of a crowd encloses many objects instead of one.
         boxes = [one["bbox"] for one in target if not one.get("iscrowd")]
         return Target("boxes", to_corners(boxes, "xywh"), _COCO_BOXES)
     own_format = getattr(getattr(target, "format", None), "name", None)
@@ -268,7 +274,11 @@ def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> T
 
 
 def _parse_mapping(target: Mapping[str, Any]) -> Target:
-    """Parse the boxes in a target of torchvision's VOCDetection or its detection models."""
+    """Parse the boxes in the target of an image, in one of two forms of torchvision.
+
+    A target of VOCDetection has the key "annotation". A target for detection models has the key
+    "boxes".
+    """
     if "annotation" in target:
         corners = []
         for one in target["annotation"].get("object", []):
@@ -285,7 +295,10 @@ def _parse_mapping(target: Mapping[str, Any]) -> Target:
 
 @dataclass(frozen=True)
 class PythonDataset(IndexedDataset):
-    """Dataset of the Python objects that `ssl_bench.probe` gets as `train`, `val` and `images`."""
+    """Dataset of the Python objects that the user passes to `ssl_bench.probe`.
+
+    They are the arguments `train`, `val` and `images` of this function.
+    """
 
     name: str = "python"
 
@@ -293,7 +306,7 @@ class PythonDataset(IndexedDataset):
         """Return a copy of this dataset that contains the user's Python objects.
 
         Args:
-            sets: The user's objects. The keys are "train", "val" or "images".
+            sets: The user's objects, by argument name: "train", "val" or "images".
 
         Raises:
             DataError: An object has no images, its first target is not supported, or the targets
@@ -341,13 +354,13 @@ class PythonDataset(IndexedDataset):
         return SelectedItems(items, role, range(len(items))) if items else None
 
     def missing_role_error(self, role: str) -> DataError:
-        return DataError(f"{self.name} has no {role} images, pass them as {role}=DATASET")
+        return DataError(f"{self.name} has no {role} images. Pass them as {role}=DATASET")
 
     def images_name(self) -> str:
         return self.name
 
 
 def dataset_title(dataset: Any) -> str:
-    """Return the name of a Hugging Face dataset, or the class name of another Python dataset."""
+    """Return the name of a Hugging Face dataset, or the class name of any other Python dataset."""
     base = base_dataset(dataset)
     return getattr(getattr(base, "info", None), "dataset_name", None) or type(base).__name__

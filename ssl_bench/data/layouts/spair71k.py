@@ -36,11 +36,12 @@ CATEGORIES = (
 class SpairPairs(FileSet):
     """Pairs of a source image and a target image, with corresponding points.
 
-    A sample contains the source image. Its attribute `pair` contains the target image and all
-    points.
+    The image of a sample is the source image. The attribute `pair` of the sample contains the
+    target image and the points of both images.
 
     Attributes:
-        ids: Ids of the pairs, which are the lines of the published list.
+        ids: Ids of the pairs, in the form NUMBER-SOURCE-TARGET:CATEGORY. They are the lines of the
+            published list.
         annotations: JSON files, one for each pair.
     """
 
@@ -82,7 +83,7 @@ class SpairPairs(FileSet):
         return Sample(pair_id, images[0], pair=pair)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the ids of all pairs, their annotations and their images."""
+        """Return a SHA-256 of the ids, annotations and images of all pairs."""
         return self._fingerprint
 
     @cached_property
@@ -99,7 +100,7 @@ class SpairPairs(FileSet):
         return tuple(sorted({image_id for *pair, _ in lines for image_id in pair}))
 
     def validate(self) -> "SpairPairs":
-        """Check that all files of this set exist, and return the set.
+        """Check that all images and annotations exist, and return the set itself.
 
         Raises:
             DataError: There are no pairs, a pair occurs twice, or files are missing.
@@ -112,7 +113,7 @@ class SpairPairs(FileSet):
 
 @dataclass(frozen=True)
 class Spair71k(Layout):
-    """SPair-71k, http://cvlab.postech.ac.kr/research/SPair-71k, with the lists in Layout/large.
+    """SPair-71k with the pairs in Layout/large, http://cvlab.postech.ac.kr/research/SPair-71k.
 
     Attributes:
         root: The folder that contains JPEGImages, PairAnnotation and Layout, or its parent folder.
@@ -177,7 +178,10 @@ class Spair71k(Layout):
 
 
 def _parse_line(line: str, file: Path) -> tuple[str, str, str]:
-    """Parse a line NUMBER-SOURCE-TARGET:CATEGORY. Return the two image ids and the category."""
+    """Parse a line NUMBER-SOURCE-TARGET:CATEGORY. Return the two image ids and the category.
+
+    `file` is the list with the line, for the error message.
+    """
     names, _, category = line.partition(":")
     parts = names.split("-")
     if len(parts) != 3 or category not in CATEGORIES:
@@ -191,9 +195,15 @@ def _parse_line(line: str, file: Path) -> tuple[str, str, str]:
 def _parse_points(
     annotation: dict[str, Any], key: str, sides: Sequence[int], file: Path
 ) -> Float64[np.ndarray, "points 2"]:
-    """Return the annotated points of an image, in pixels.
+    """Return the annotated points of an image as (x, y) in pixels.
 
     The annotations store pixel indices, so 0.5 is added to get the centres of the pixels.
+
+    Args:
+        annotation: Parsed annotation of a pair.
+        key: "src_kps" for the points of the source image, "trg_kps" for those of the target image.
+        sides: Width and height of the image in pixels.
+        file: File of the annotation, for error messages.
     """
     points = annotation.get(key)
     try:

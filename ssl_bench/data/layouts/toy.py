@@ -1,8 +1,8 @@
 """Generated scenes with exact masks and boxes. Most probes can use them without a download.
 
 A scene shows textured objects in front of a photograph. All photographs come from scikit-image and
-scikit-learn. `ToyObjects` contains the same objects, cropped, and `ToyInstances` contains views of
-scenes.
+scikit-learn. `ToyObjects` contains crops of the same objects, and `ToyInstances` contains crops of
+the scenes.
 """
 
 import hashlib
@@ -36,10 +36,10 @@ from ssl_bench.system.process import reraise_out_of_memory
 _NumScenes = Annotated[int, Bounds(1, 100_000)]
 
 _MANIFEST = "files.json"
-# Number of images of each scene in `ToyInstances`.
+# Number of images of each scene in `ToyInstances`: the scene itself and three crops.
 _NUM_VIEWS = 4
 VERSION = 1
-"""Increase this number if the scenes of a seed change."""
+"""Increase this number if the same seed yields other scenes, so that cached scenes are not used."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class Photograph:
     Attributes:
         package: Name of the package.
         file: Path of the image in the package.
-        scale: Factor by which the image is resized, so that a few ViT patches show its texture.
-        cut: Part of the image that shows the texture, as (left, top, right, bottom) in pixels. If
-            it is None, the whole image is used.
+        scale: Factor by which the image is resized. It is chosen so that a few ViT patches show the
+            texture.
+        cut: Part of the image to use, as (left, top, right, bottom) in pixels. If it is None, the
+            whole image is used.
     """
 
     package: str
@@ -86,8 +87,8 @@ CLASS_NAMES = ("background", *TEXTURES)
 # Heights and widths. No scene is square, and some sides are not multiples of a patch size.
 SIZES = ((128, 160), (160, 128), (120, 150), (150, 110))
 
-# Columns of each photograph that a split uses, as fractions of the width. No column is in both
-# splits.
+# Columns of each photograph that a split uses, as fractions of the width. The two splits share no
+# column.
 _SHARES = {"train": (0.0, 0.6), "val": (0.6, 1.0)}
 
 
@@ -99,8 +100,8 @@ class Scene:
         image: RGB image with values from 0 to 255.
         mask: Class of the visible object at each pixel, or 0 for the background.
         classes: Class of each object, from the farthest to the nearest.
-        boxes: Box around the visible part of each object, as (x0, y0, x1, y1). Far edges are
-            exclusive.
+        boxes: Box around the visible part of each object, as (x0, y0, x1, y1) in pixels. The edges
+            x1 and y1 are exclusive.
     """
 
     image: UInt8[np.ndarray, "height width 3"]
@@ -110,10 +111,12 @@ class Scene:
 
 
 class Painter:
-    """Painter of generated scenes. A scene depends only on the split, the seed and its index.
+    """Generator of scenes, which are images of textured objects in front of a background.
+
+    A scene depends only on the split, the seed and the number of the scene.
 
     Args:
-        split: "train" or "val".
+        split: "train" or "val". The two splits use different parts of the photographs.
         seed: Seed of all scenes.
 
     Raises:
@@ -153,14 +156,21 @@ class Painter:
     def paint_video(
         self, index: int, num_frames: int
     ) -> Iterator[tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"]]]:
-        """Yield each frame of a video with its mask, which stores the number of the visible object.
+        """Yield the image and the mask of each frame of a video.
 
-        Each object moves along a line, by at most 2.5 pixels per frame in each direction. The mask
-        is 0 for the background.
+        The mask stores the number of the visible object at each pixel, or 0 for the background.
+        Each object moves along a straight line, by at most 2.5 pixels per frame horizontally and
+        vertically.
+
+        Args:
+            index: Number of the video, which determines its content together with the split and the
+                seed.
+            num_frames: Number of frames.
         """
         from scipy.ndimage import shift
 
-        # Scenes have seeds of three numbers, so a video differs from the scene of the same index.
+        # The generator of a scene is seeded with three numbers. The fourth number makes a video
+        # differ from the scene with the same index.
         rng = np.random.default_rng([self.seed, sorted(_SHARES).index(self.split), index, 1])
         height, width = SIZES[rng.integers(len(SIZES))]
         depths = _draw_outlines(rng, height, width)
@@ -207,7 +217,8 @@ def _draw_outlines(
 ) -> list[Float64[np.ndarray, "height width"]]:
     """Return the random shapes of one to three objects, from the farthest to the nearest.
 
-    At least half of each object is visible. See `_draw_outline` for the format of a shape.
+    At least half of each object is visible. A shape is a map of distances from its centre, as
+    `_draw_outline` returns it.
     """
     number = int(rng.integers(1, 4))
     while True:
@@ -220,7 +231,7 @@ def _draw_outlines(
 def _draw_outline(
     rng: np.random.Generator, height: int, width: int
 ) -> Float64[np.ndarray, "height width"]:
-    """Return a random smooth shape, as a map of the distance from its centre.
+    """Return a random smooth shape, as the relative distance of each pixel from its centre.
 
     The distance is 0 at the centre, 1 on the outline, and larger outside.
     """
@@ -240,7 +251,8 @@ def _visible_objects(
 ) -> Int64[np.ndarray, "height width"]:
     """Return the index of the nearest object at each pixel, or -1 for the background.
 
-    `depths` contains shapes of `_draw_outline`, from the farthest to the nearest object.
+    `depths` contains a map for each object, from the farthest to the nearest. Values below 1 are
+    inside the object.
     """
     visible = np.full(depths[0].shape, -1, np.int64)
     for number, depth in enumerate(depths):
@@ -251,7 +263,10 @@ def _visible_objects(
 def _crop_background(
     rng: np.random.Generator, photograph: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Return a random crop of a photograph, resized to the given size and flipped at random."""
+    """Return a random crop of a photograph, resized to the given size.
+
+    With a probability of one half, the crop is flipped horizontally.
+    """
     rows, cols = photograph.shape[:2]
     zoom = rng.uniform(0.6, 1.0) * min(rows / height, cols / width)
     top = rng.uniform(0, rows - zoom * height)
@@ -266,11 +281,12 @@ def _crop_background(
 def _warp_texture(
     rng: np.random.Generator, source: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Fill an image with a texture, which is slightly rotated, scaled and tinted at random.
+    """Return an image of the given size that is filled with a texture.
 
-    Where the texture is too small, it is continued by reflection.
+    The texture is slightly rotated, scaled and tinted at random. If it is too small, it is
+    continued by reflection.
     """
-    # Imported only here, because the import takes a second and stored scenes do not need it.
+    # Imported only here, because the import takes a second and cached scenes do not need it.
     from scipy.ndimage import map_coordinates
 
     turn, zoom = rng.uniform(-0.4, 0.4), rng.uniform(0.8, 1.1)
@@ -291,7 +307,11 @@ def _paste_object(
 ) -> Float64[np.ndarray, "height width 3"]:
     """Paste a textured object with a darker rim and a soft shadow into an image.
 
-    `depth` is the shape of the object, as `_draw_outline` returns it.
+    Args:
+        pixels: The image without the object.
+        texture: Texture of the object at each pixel.
+        depth: Shape of the object. Values are 0 at its centre, below 1 inside it, and above 1
+            outside.
     """
     from scipy.ndimage import gaussian_filter
 
@@ -305,13 +325,13 @@ def _paste_object(
 class GeneratedDataset(Layout):
     """Base class of generated datasets, which are written to the cache on first use.
 
-    Their scenes show textured objects in front of backgrounds. The textures and the backgrounds are
-    parts of photographs.
+    A scene is a generated image of textured objects in front of a background. Textures and
+    backgrounds are parts of photographs.
 
     Attributes:
         num_train: Number of training scenes.
-        num_val: Number of scored scenes. They show other parts of the photographs than the training
-            scenes.
+        num_val: Number of scored scenes. Scored and training scenes use different parts of the
+            photographs.
         seed: Seed of the scenes.
         cache: Folder in which the scenes are stored.
     """
@@ -322,12 +342,14 @@ class GeneratedDataset(Layout):
     cache: OptionalPath = None
 
     def generate_once(self, kind: str, write: Callable[[Path], None]) -> Path:
-        """Return the cached folder of a generated dataset. Generate it if it is missing or damaged.
+        """Return the folder of a generated dataset in the cache.
+
+        If the folder is missing or its files have changed, the dataset is generated again.
 
         Args:
             kind: Beginning of the folder's name, such as "toy".
-            write: Function that writes the files of the dataset to a folder. It receives a
-                temporary folder, which is renamed when it is complete.
+            write: Function that writes the files of the dataset to the given folder. This folder is
+                temporary and is renamed when it is complete.
 
         Raises:
             MachineError: The cache cannot be written.
@@ -362,7 +384,7 @@ class GeneratedDataset(Layout):
         return path
 
     def _paint_scenes(self) -> Iterator[tuple[str, int, Scene]]:
-        """Yield each scene of the dataset, preceded by its split and its index."""
+        """Yield (split, number, scene) for each scene. The split is "train" or "val"."""
         for split, count in (("train", self.num_train), ("val", self.num_val)):
             painter = Painter(split, self.seed)
             for index in range(count):
@@ -370,7 +392,10 @@ class GeneratedDataset(Layout):
 
 
 def _write_manifest(folder: Path) -> None:
-    """Store the SHA-256, size and modification time of each file, to detect damage later."""
+    """Write a manifest, which lists the SHA-256, size and modification time of each file.
+
+    `_is_intact` uses it to detect damaged files.
+    """
     rows = {}
     for name in sorted(list_files(folder)):
         path = folder / name
@@ -379,12 +404,12 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether the files in a folder have not changed since their manifest was written.
+    """Return whether no file in a folder has changed since the manifest was written.
 
-    A folder without a manifest is accepted.
+    The manifest is a list of the files' hashes. A folder without a manifest counts as intact.
     """
     manifest = folder / _MANIFEST
-    # Older versions wrote no manifest.
+    # Older versions of this code wrote no manifest.
     if not manifest.is_file():
         return True
     try:
@@ -413,11 +438,11 @@ class Toy(GeneratedDataset):
         return self._folder().segmentation("val")
 
     def discovery(self) -> FileImageSet:
-        """Return the training and validation scenes with boxes, like VOC's split trainval."""
+        """Return the training and validation scenes with boxes, as in VOC's split trainval."""
         return self._folder().discovery("trainval", exclude_difficult=False)
 
     def images(self) -> FileImageSet:
-        """Return the training scenes, without annotations."""
+        """Return the training scenes without annotations."""
         return self._folder().images("train")
 
     def _folder(self) -> VocFolder:
@@ -441,7 +466,10 @@ class Toy(GeneratedDataset):
 
 
 def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
-    """Write the image, the mask and the boxes of a scene in VOC's format."""
+    """Write the image, the mask and the boxes of a scene in VOC's format.
+
+    They are written to the subfolders JPEGImages, SegmentationClass and Annotations of `folder`.
+    """
     image = Image.fromarray(scene.image)
     image.save(folder / "JPEGImages" / f"{image_id}.jpg", quality=92)
     mask = Image.fromarray(scene.mask)
@@ -498,10 +526,10 @@ class ToyObjects(GeneratedDataset):
 
 @dataclass(frozen=True)
 class ToyInstances(GeneratedDataset):
-    """Generated scenes for instance retrieval. A search with a scene should find its other views.
+    """Generated scenes and crops of them, for instance retrieval.
 
-    Each scene has four images. The scene itself is the query. Two parts of it are easy to find, and
-    a smaller part in grey is difficult to find.
+    Each scene has four images. The whole scene is the query, and a search should find its crops.
+    Two crops are easy to find. The third is smaller and grey, so it is difficult to find.
     """
 
     name = "toy_instances"
@@ -515,7 +543,7 @@ class ToyInstances(GeneratedDataset):
         return SearchImages(self.images(), searches)
 
     def images(self) -> FileImageSet:
-        """Return all images: each scored scene and its other views."""
+        """Return all images, which are the scored scenes and their crops."""
         folder = self.generate_once("toy_instances", self._write)
         files = Files(folder, ".jpg")
         return FileImageSet(
@@ -537,7 +565,11 @@ def _view_id(scene: int, view: int) -> str:
 
 
 def _draw_view(rng: np.random.Generator, scene: Image.Image, view: int) -> Image.Image:
-    """Return a view of a scene. View 0 is the scene itself. The last view is hardest to match."""
+    """Return one of the images of a scene.
+
+    View 0 is the whole scene. All others are crops with random brightness, and the last one is
+    smaller and grey.
+    """
     if view == 0:
         return scene
     is_hard = view == _NUM_VIEWS - 1

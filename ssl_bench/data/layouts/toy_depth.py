@@ -20,16 +20,19 @@ Map = Float64[np.ndarray, "height width"]
 
 
 class RoomPainter(Painter):
-    """Painter of generated rooms, with the same textures and photographs as `Painter`.
+    """Generator of images of rooms, with the same textures and photographs as `Painter`.
 
     The camera is one to two metres above a horizontal floor and looks at a wall. One to three
-    objects are upright boards that face the camera. Surfaces are darker if they are far away.
+    upright boards that face the camera stand on the floor. Distant surfaces are darker.
     """
 
     def paint_room(
         self, index: int
     ) -> tuple[UInt8[np.ndarray, "height width 3"], UInt16[np.ndarray, "height width"]]:
-        """Return the image of a room, and the depth of each pixel in millimetres."""
+        """Return the image of a room, and the depth of each pixel in millimetres.
+
+        The room depends on the split, the seed and `index`, which is its number in the split.
+        """
         rng = np.random.default_rng([self.seed, _SPLITS.index(self.split), index])
         height, width = SIZES[rng.integers(len(SIZES))]
         focal, horizon = 0.9 * max(height, width), height * rng.uniform(0.3, 0.5)
@@ -64,8 +67,15 @@ class RoomPainter(Painter):
 def _take_texture(
     rng: np.random.Generator, source: Float32[np.ndarray, "_ _ 3"], rows: Map, cols: Map
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Sample the colours of a texture at positions in metres, with a random offset and tint."""
-    # Imported only here, because the import takes a second and stored scenes do not need it.
+    """Sample the colours of a texture, with a random offset and tint.
+
+    Args:
+        rng: Source of the random offset and tint.
+        source: RGB image of the texture.
+        rows: Vertical position of each pixel on the textured surface, in metres.
+        cols: Horizontal position of each pixel on the textured surface, in metres.
+    """
+    # Imported only here, because the import takes a second and cached images do not need it.
     from scipy.ndimage import map_coordinates
 
     places = np.stack([rows, cols]) * _PIXELS_PER_METRE
@@ -91,7 +101,7 @@ class ToyDepth(GeneratedDataset):
         return self._folders().val()
 
     def images(self) -> FileImageSet:
-        """Return the training images, without their depth maps."""
+        """Return the training images without their depth maps."""
         return self._folders().images()
 
     def _folders(self) -> DepthFolders:

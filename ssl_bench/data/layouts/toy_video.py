@@ -14,7 +14,10 @@ NUM_FRAMES = 12
 
 @dataclass(frozen=True)
 class ToyVideo(GeneratedDataset):
-    """Generated videos of 12 frames. All `num_val` videos are for scoring, none for training."""
+    """Generated videos of 12 frames, with a mask of each frame.
+
+    All `num_val` videos are scored. There are no training videos.
+    """
 
     name = "toy_video"
     supports = frozenset({"tracking"})

@@ -35,16 +35,16 @@ MaxFrames = Annotated[int, Bounds(2, 10**9)] | None
 class VideoSet(FileSet):
     """A set of videos.
 
-    A sample contains the first frame of a video and its mask. Its attribute `frames` contains all
-    frames.
+    A sample contains the first frame of a video and its mask. The attribute `frames` of the sample
+    contains all frames.
 
     Attributes:
         ids: Folder of each video, relative to the folder of `images` and of `masks`.
-        frame_names: Names of the frames of each video, without suffix, in their order.
-        masks: The mask files. The first frame of a video needs one. Masks of other frames may be
+        frame_names: Names of the frames of each video, without suffix, in the order of the video.
+        masks: The mask files. The first frame of a video needs a mask. Masks of other frames may be
             missing.
         labels: Object number for each number that a mask stores.
-        advice: Command-line arguments that the error suggests if a first mask shows no object.
+        advice: Command-line arguments to suggest if the mask of a first frame shows no object.
     """
 
     frame_names: Mapping[str, Sequence[str]] = field(kw_only=True)
@@ -56,8 +56,8 @@ class VideoSet(FileSet):
         """Decode the first frame of a video. Other frames are decoded when they are accessed.
 
         Raises:
-            DataError: A file is unreadable, the first mask shows no object, or a mask or a frame
-                has another size than the first frame.
+            DataError: A file is unreadable, the first mask shows no object, a frame differs in size
+                from the first frame, or a mask differs in size from its frame.
         """
         video = self.ids[index]
         first = self._read(f"{video}/{self.frame_names[video][0]}")
@@ -94,9 +94,9 @@ class VideoSet(FileSet):
         )
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the names and contents of all frames and masks.
+        """Return a SHA-256 of the names and contents of all frames and masks.
 
-        It also depends on the object number for each number that a mask stores.
+        It also depends on the mapping from the numbers in masks to objects.
         """
         return self._fingerprint
 
@@ -119,7 +119,7 @@ class VideoSet(FileSet):
 
         Raises:
             DataError: There are no videos, a video occurs twice or has fewer than two frames, or
-                the mask of a first frame is missing.
+                its first frame has no mask.
         """
         self.require_ids("video")
         for video in self.ids:
@@ -135,10 +135,10 @@ class VideoSet(FileSet):
 
 @dataclass(frozen=True)
 class Davis(Layout):
-    """DAVIS 2016 or 2017, https://davischallenge.org, with frames of 480 rows.
+    """DAVIS 2016 or 2017 in 480p, https://davischallenge.org.
 
-    Masks of DAVIS 2016 store 255 for the object. Masks of DAVIS 2017 store the numbers of several
-    objects, and 255 for pixels that are ignored.
+    Masks of DAVIS 2016 store 255 for the object. Masks of DAVIS 2017 store 1, 2, ... for several
+    objects, and 255 for ignored pixels.
 
     Attributes:
         root: The folder that contains JPEGImages, Annotations and ImageSets, or its parent folder.
@@ -190,7 +190,8 @@ class Davis(Layout):
             labels=LabelMap({0: 0, **objects}, "several objects need --dataset davis2017"),
             advice=("--dataset", "davis2016") if self.year == 2017 else (),
         ).validate()
-        # For some lists, such as test-dev, only the first mask of each video is published.
+        # In some splits, such as test-dev, only the first mask of each video is published. In all
+        # other splits, every frame must have a mask.
         frames = videos.frame_ids
         if len(masks.list_missing(frames)) != len(frames) - len(videos):
             videos.require_files(masks, frames, "masks")
@@ -212,15 +213,15 @@ class FrameFolders(Layout):
     """Your own videos: a folder of frames for each video, with a mask of the first frame.
 
     The mask of VIDEO/0001.jpg is VIDEO/0001.png. It stores 0 for the background, 1, 2, ... for the
-    objects, and 255 for pixels that are neither. Frames are sorted by the numbers in their names,
-    so 10 follows 9.
+    objects, and 255 for ignored pixels. Frames are sorted by the numbers in their names, so 10
+    follows 9.
 
     Attributes:
         root: The folder of the videos, or the folder of one video.
         name: Name of the dataset in stored results and tables.
         image_suffix: End of the file names of frames.
         mask_suffix: End of the file names of masks. Files with this suffix are not frames.
-        white_is_object: Whether 255 in a mask is the only object, as in DAVIS 2016.
+        white_is_object: Whether 255 in a mask marks the only object, as in DAVIS 2016.
         max_frames: Number of frames to use from the beginning of each video (default: all). If it
             is set, it is appended to the dataset's name in stored results.
     """
@@ -242,7 +243,7 @@ class FrameFolders(Layout):
         """Return all videos.
 
         Raises:
-            DataError: There are no videos, or the mask of a first frame is missing.
+            DataError: There are no videos, or the first frame of a video has no mask.
         """
         if self.root is None:
             raise DataError("no folder of videos was given", hint=("--data-root", "{folder}"))
@@ -282,7 +283,12 @@ class FrameFolders(Layout):
 def list_frames(
     videos: Iterable[str], images: Files, max_frames: int | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of the first `max_frames` frames in the folder of each video.
+    """Return the names of the frames of each video, without suffix, by the name of the video.
+
+    Args:
+        videos: Folder name of each video.
+        images: The frames. Folders of videos are in `images.folder`.
+        max_frames: Number of frames to return from the beginning of each video, or None for all.
 
     Raises:
         DataError: A folder does not exist.

@@ -47,7 +47,7 @@ class VocBoxes(Boxes):
 
     Attributes:
         files: One XML file for each image.
-        exclude_difficult: Leave out objects that are marked as difficult or truncated.
+        exclude_difficult: Whether to leave out objects that are marked as difficult or truncated.
     """
 
     files: Files
@@ -56,7 +56,14 @@ class VocBoxes(Boxes):
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Return the boxes of an image, converted from VOC's 1-based and inclusive corners.
+        """Return the boxes of an image as (x0, y0, x1, y1) in pixels, counted from 0.
+
+        The edges x1 and y1 are exclusive. In the XML files, pixels are counted from 1 and all edges
+        are inclusive.
+
+        Args:
+            image_id: Id of the image.
+            size: Height and width of the decoded image, or None to skip the comparison with it.
 
         Raises:
             DataError: The file is not a VOC annotation, or an object has no valid box in the image.
@@ -99,7 +106,8 @@ def _parse_xml(data: bytes) -> ElementTree.Element:
 
 
 def _parse_corners(element: ElementTree.Element, number: int) -> list[float]:
-    # `find` does not search `part` elements, which contain the boxes of heads, hands and feet.
+    # `find` only searches direct children. Thus, it ignores `part` elements, which contain the
+    # boxes of heads, hands and feet.
     box = element.find("bndbox")
     try:
         if box is None:
@@ -127,14 +135,20 @@ def _is_difficult(element: ElementTree.Element) -> bool:
 
 @dataclass(frozen=True)
 class VocFolder:
-    """A folder in PASCAL VOC's layout: JPEGImages, SegmentationClass, Annotations and ImageSets."""
+    """A dataset in PASCAL VOC's folders JPEGImages, SegmentationClass, Annotations and ImageSets.
+
+    Attributes:
+        path: The folder that contains these folders.
+        name: Name of the dataset in stored results.
+        class_names: Names of the classes, in the order of the numbers in masks.
+    """
 
     path: Path
     name: str
     class_names: tuple[str, ...]
 
     def segmentation(self, split: str) -> FileImageSet:
-        """Return the images of a split with segmentation masks.
+        """Return a split such as `train`, or a part such as `train:0-75%`, with segmentation masks.
 
         The masks of the split `trainaug` are read from the folder SegmentationClassAug.
         """
@@ -153,8 +167,8 @@ class VocFolder:
 
         Args:
             split: Name of the split, or a part of it such as `trainval:0-75%`.
-            exclude_difficult: Leave out boxes that are marked as difficult or truncated, and images
-                that have no other boxes.
+            exclude_difficult: Whether to leave out boxes that are marked as difficult or truncated,
+                and images that have no other boxes.
         """
         boxes = VocBoxes(Files(self.path / "Annotations", ".xml"), exclude_difficult)
         images = self._image_set("Main", split, boxes=boxes).validate()
@@ -164,7 +178,7 @@ class VocFolder:
         return replace(images, ids=easy).validate()
 
     def images(self, split: str) -> FileImageSet:
-        """Return the images of a split, without annotations."""
+        """Return the images of a split, or of a part such as `train:0-75%`, without annotations."""
         return self._image_set("Main", split).validate()
 
     def _image_set(
@@ -185,10 +199,14 @@ class VocFolder:
 
 
 def _read_ids(source: Path, folder: Path) -> list[str]:
-    """Read the image ids in a list.
+    """Read the image ids in a list of images, such as val.txt or person_val.txt.
 
     In the list of a class, such as person_val.txt, -1 marks images that do not show the class. They
     are left out.
+
+    Args:
+        source: The list.
+        folder: The folder that contains JPEGImages.
     """
     lines = read_list(source)
     if all(_CLASS_FLAG.search(line) for line in lines):
@@ -209,7 +227,7 @@ class Voc(Layout):
             `val:0-50%`.
         discovery_split: Name of a list of images in ImageSets/Main, or a part of it such as
             `trainval:0-50%`.
-        exclude_difficult: Leave out boxes that are marked as difficult or truncated.
+        exclude_difficult: Whether to leave out boxes that are marked as difficult or truncated.
     """
 
     supports = frozenset({"segmentation", "discovery", "boxes", "images"})
@@ -241,7 +259,7 @@ class Voc(Layout):
         )
 
     def images(self) -> FileImageSet:
-        """Return the images of `discovery_split`, without annotations."""
+        """Return the images for object discovery without annotations."""
         return self._folder().images(self.discovery_split)
 
     def _folder(self) -> VocFolder:
@@ -254,7 +272,9 @@ class Voc(Layout):
             tree=f"VOCdevkit/{year}/{{JPEGImages,SegmentationClass,Annotations,ImageSets}}",
         )
         if re.fullmatch(r"VOC\d{4}", path.name) and path.name != year:
-            raise DataError(f"{path} is not {self.name}", hint=("--dataset", path.name.lower()))
+            raise DataError(
+                f"{path} does not contain {self.name}", hint=("--dataset", path.name.lower())
+            )
         lists = {split: path / "ImageSets" / file for split, file in _LISTS.items()}
         ids = {split: set(_read_ids(file, path)) for split, file in lists.items() if file.is_file()}
         return VocFolder(path, benchmark_name(self.name, ids), CLASS_NAMES)

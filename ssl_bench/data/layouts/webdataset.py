@@ -23,9 +23,10 @@ _TRAIN_NAMES, _VAL_NAMES = ("train",), ("val", "test")
 
 
 def is_webdataset(root: str | Path) -> bool:
-    """Return whether a path is a tar file, a pattern, or a folder with tar files but no images.
+    """Return whether a path stands for tar files.
 
-    An example of a pattern is "shards/{000..099}.tar".
+    This is the case for a tar file, for a folder with tar files but no images, and for a pattern
+    such as "shards/{000..099}.tar".
     """
     path = expand_path(root)
     if not path.is_dir():
@@ -40,20 +41,20 @@ class WebDataset(ClassificationSplits):
     """Images such as `KEY.jpg` in tar files, with class numbers in `KEY.cls`.
 
     Attributes:
-        root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. If there
-            are training and validation images, it must be a folder.
+        root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. If a task
+            needs training and validation images, it must be a folder.
         train_split: Folder or pattern of the training images below `root`. By default, it is the
-            folder `train`, or the tar files whose names contain `train`. A lower-case letter must
-            not precede `train`.
+            folder `train`, or the tar files whose names contain `train` without a lower-case letter
+            before it.
         val_split: Folder or pattern of the scored images below `root`. By default, it is the folder
-            `val`, or the tar files whose names contain `val`, with the same rule. If neither
-            exists, `test` replaces `val`.
+            `val`, or the tar files whose names contain `val` without a lower-case letter before it.
+            If there are none, `test` is used instead of `val`.
     """
 
     name: str = "webdataset"
 
     def images(self) -> TarImages:
-        """Return all images in the tar files. They need no class numbers."""
+        """Return all images in the tar files. They may lack class numbers."""
         return self._open(find_shards(self._root), "all")
 
     def train(self) -> LabelledImages:
@@ -65,11 +66,11 @@ class WebDataset(ClassificationSplits):
         return self._train
 
     def val(self) -> LabelledImages:
-        """Return the validation images, which probes score. Labels are indices of training classes.
+        """Return the images that are scored. Their labels are indices into the training classes.
 
         Raises:
-            DataError: A tar file is missing, damaged or belongs to both splits, an image has no
-                class number, or a class has no training image.
+            DataError: A tar file is missing, damaged or in both splits, or the class number of an
+                image is missing or occurs in no training image.
         """
         shards = self._shards(self.val_split, _VAL_NAMES)
         if shared := sorted({*shards}.intersection(self._train_shards)):
@@ -129,9 +130,9 @@ class WebDataset(ClassificationSplits):
 
         Args:
             split: Folder or pattern below the root, or None to search for `names`.
-            names: Usual names of the split, such as "val" and "test", the preferred name first. A
-                name is a folder, or a part of the names of tar files that does not follow a
-                lower-case letter.
+            names: Usual names of the split, such as ["val", "test"], in the order in which they are
+                tried. A name matches a folder, or tar files such as imagenet-val-00.tar. It does
+                not match after a lower-case letter, as in interval-0.tar.
         """
         if not self._root.is_dir():
             raise DataError(
@@ -163,9 +164,9 @@ class WebDataset(ClassificationSplits):
 
 
 def _label_images(images: TarImages) -> LabelledImages:
-    """Return images with class labels.
+    """Return images with class labels, which are 0, 1, 2, ... in the order of the class numbers.
 
-    The labels are the class numbers from the tar files, renumbered from 0 without gaps.
+    For example, the class numbers 3 and 7 in the tar files become the labels 0 and 1.
     """
     numbers = _read_class_numbers(images)
     classes = sorted(set(numbers))
