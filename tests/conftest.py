@@ -5,12 +5,20 @@
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import jaxtyping
 import pytest
 
 from tests.support import checked
+
+# Tests neither read nor change the caches of the user. The workers of xdist inherit this folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    caches = tempfile.TemporaryDirectory(prefix="ssl-bench-caches-", ignore_cleanup_errors=True)
+    # Listing the fonts takes seconds, so matplotlib keeps its own cache.
+    os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache/matplotlib"))
+    os.environ["XDG_CACHE_HOME"] = caches.name
 
 if os.environ.get("SSL_BENCH_CHECK_SHAPES") == "1":
     root = Path(__file__).parents[1]
