@@ -100,7 +100,7 @@ class Pretraining:
     def outline(
         self, out: Path, *, may_exist: bool = False, device: torch.device | str | None = None
     ) -> list[str]:
-        """Describe the run in a few lines for `--dry-run`. Nothing is computed or written.
+        """Describe the run in a few lines for `--dry-run`, without training or writing files.
 
         Args:
             out: Folder of the run.
@@ -146,8 +146,8 @@ class Pretraining:
     ) -> Path:
         """Train the encoder, and save encoder, configuration, log and training state in `out`.
 
-        If torchrun has started several processes, they divide every batch among themselves and end
-        together.
+        If torchrun has started several processes, they divide every batch among themselves. If one
+        of them fails, all of them end.
 
         Args:
             out: Folder of the run.

@@ -61,7 +61,14 @@ class Progress:
     def state(
         self, description: Mapping[str, Any], images: ImageSet, batches: BatchChunks, processes: int
     ) -> dict[str, Any]:
-        """Return everything that `state.pt` contains except the networks and the optimizer."""
+        """Return everything that `state.pt` contains except the networks and the optimizer.
+
+        Args:
+            description: Settings of the run, as `describe_run` returns them.
+            images: Training images of the run.
+            batches: Batches of the run, which determine the images that its steps have used.
+            processes: Number of processes that train together.
+        """
         return {
             "step": self.step,
             "configuration": description,

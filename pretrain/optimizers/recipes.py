@@ -37,13 +37,16 @@ class OptimizerRecipe:
     lr: RateOrZero
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Build the optimizer for some parameter groups."""
+        """Build the optimizer for parameter groups, as `parameter_groups` returns them."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AdamW(OptimizerRecipe):
-    """Hyperparameters of AdamW, with DINO's values as defaults. An update uses one fused kernel."""
+    """Hyperparameters of AdamW. The default values are those of DINO.
+
+    The fused implementation of torch is used, which updates many parameters with one kernel.
+    """
 
     lr: RateOrZero = 5e-4
     betas: _Betas = (0.9, 0.999)
