@@ -110,7 +110,7 @@ def test_overrides_reach_runs_or_probes_and_exclude_unreachable_rows():
 def test_phases_of_recipes_fit_a_short_run(override):
     lengths = set()
     for run in {run.recipe: run for run in experiments().values()}.values():
-        # An epoch has as many steps as with ImageNet; the run takes two steps or a full epoch.
+        # An epoch has as many steps as with ImageNet. The run takes two steps or a full epoch.
         timeline = Timeline(2 if "max_steps" in override else 1251, 1251)
         table = PublishedTable(
             paper="own", name="own", title="", setup="", unknown="", source="", rows=("row",),
@@ -307,9 +307,10 @@ def test_the_state_of_a_damaged_run_is_unknown(tmp_path, train):
 
 
 def simulate_steps(plan: Plan, endings) -> dict[str, tuple[str, int]]:
-    """Execute a plan with a stand-in for its training and probe commands.
+    """Execute a plan whose training and probe commands are replaced, so that nothing is computed.
 
-    The stand-in only creates the folders of training runs.
+    In place of a training command, only the folder of its run is created. In place of a probe
+    command, nothing is done.
 
     Args:
         plan: The commands with which `reproduce` fills a published table.

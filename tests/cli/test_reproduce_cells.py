@@ -1,7 +1,7 @@
 """Test that `reproduce --run` fills a row of a table when the row's training run is finished.
 
-Training and probing for all tables would take GPU-years. Therefore, a stand-in executes the
-commands of each plan without computing anything. It writes the same files as the real commands: run
+Training and probing for all tables would take GPU-years. Therefore, the commands of each plan are
+replaced by an object that computes nothing. It writes the same files as the real commands: run
 folders with encoders and logs, and a record for each result of a probe. It builds each probe from
 the options of the command.
 """
@@ -58,9 +58,9 @@ def compose(
 
 
 class StandIn:
-    """A stand-in for `ssl-bench pretrain` and `ssl-bench probe`.
+    """A replacement of `ssl-bench pretrain` and `ssl-bench probe` that computes nothing.
 
-    It writes their output files without computing anything.
+    It writes the same output files as these commands, with made-up weights and scores.
     """
 
     def __init__(self) -> None:
@@ -172,9 +172,10 @@ def identify(address: str) -> Any:
 
 
 def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
-    """Run `reproduce --run` on a published table, with a stand-in that executes its commands.
+    """Run `reproduce --run` on a published table, with training and probing replaced.
 
-    Return the cells of the printed table.
+    `StandIn` writes the files that the replaced commands would write. Return the cells of the
+    printed table.
     """
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", identify)

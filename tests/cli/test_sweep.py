@@ -338,7 +338,8 @@ def test_printed_commands_run_in_a_shell(workdir, capsys):
     assert capsys.readouterr().out == ""
 
 
-# Stand-ins: sbatch keeps the script, and srun starts the command that it is given.
+# Replacements of SLURM's programs: sbatch only copies the script to the file $KEPT, and srun starts
+# the command in its arguments.
 SBATCH = """#!/bin/sh
 cp "$1" "$KEPT"
 echo "Submitted batch job 4711"

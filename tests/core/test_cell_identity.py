@@ -152,7 +152,7 @@ def test_records_keep_their_key_if_training_images_change_during_a_run(workdir):
 
     assert len(new_records) == 4
     assert {cast(Any, record.trained_on).fingerprint for record in new_records} == {before}
-    # Each set is opened once, however many cells there are.
+    # Each set is opened once, however many results there are.
     assert sorted(dataset.opened) == ["train", "val"]
 
 

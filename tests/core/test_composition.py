@@ -103,7 +103,7 @@ def test_no_configuration_file_repeats_a_default():
 
 
 def calls(content: object) -> Iterator[dict[str, object]]:
-    """Yield each mapping that has the key `_target_` in the content of a file, also nested ones."""
+    """Yield each mapping with the key `_target_` in a file's content, including nested ones."""
     if isinstance(content, dict):
         yield from [content] if "_target_" in content else []
         for item in content.values():
@@ -161,7 +161,7 @@ def test_the_error_for_a_broken_entry_point_names_its_package_and_line(
         (tmp_path / path).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     points = entry_points("probe")
-    # Another case has a package of the same name.
+    # Another case of this test has imported a package of the same name.
     for module in [module for module in sys.modules if module.startswith("own_part")]:
         monkeypatch.delitem(sys.modules, module)
 

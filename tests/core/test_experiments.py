@@ -121,7 +121,8 @@ def test_the_name_of_a_published_row_describes_its_run(name):
         assert row == ROWS[name](experiment(run.partition("@")[0]))
 
 
-# Stems of experiments, by the parts of the configuration in which their arms may differ.
+# Experiments whose names begin with one of these words form a group. A key lists the parts of the
+# configuration in which the experiments of such a group may differ.
 COMPARISONS = {
     "model": """convmixer_skip_cifar10 deit_imagenet dino_100_imagenet dino_300_imagenet
     graying_imagenet graying_tiny_imagenet initialisation_readings mae_imagenet_finetune

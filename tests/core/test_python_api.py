@@ -50,7 +50,7 @@ def test_the_properties_of_a_module_are_found():
     with torch.no_grad():
         module.get_parameter("trunk.0.mlp.0.bias").add_(1)
     assert ssl_bench.Encoder.from_module(module).sha256 != encoder.sha256
-    # The only size is that of the positions.
+    # The number of position embeddings determines the only size that the module accepts.
     module.positions = nn.Parameter(torch.randn(1, 1 + 9**2, 16))
     assert ssl_bench.Encoder.from_module(module).native_size == (72, 72)
 
@@ -102,7 +102,7 @@ def test_blocks_may_return_lists_and_have_different_widths():
     assert (encoder.depth, encoder.dim, encoder.num_heads, encoder.patch_size) == (2, 6, 2, 8)
     assert (encoder.any_size, encoder.has_cls) == (True, False)
     assert encoder.fallback_facets == {"cls": "patch_mean"}
-    # Only numbers of heads count, and keys need `attn.qkv` in every block.
+    # The value True does not count as a number of heads. Keys need `attn.qkv` in every block.
     for heads, expected in ((2, 2), (True, 0)):
         module = _Staged(_Attention(4, 4, heads), _Attention(4, 4, 3, has_qkv=False))
         encoder = ssl_bench.Encoder.from_module(module)

@@ -107,7 +107,7 @@ def test_both_images_of_a_pair_are_corrupted_by_their_own_id(tmp_path):
 
 @dataclass(frozen=True)
 class OneVideo:
-    """A stand-in for an `ImageSet` that contains a single video."""
+    """A minimal image set that contains a single video."""
 
     video: Sample
     name = "videos"

@@ -212,7 +212,10 @@ def test_only_the_chosen_blocks_of_all_stages_are_grayed(config, layer, scope):
 
 
 def swin_block(shift: int) -> torch.nn.Module:
-    """Return a stand-in for a Swin block with windows of 3 x 3 tokens, shifted by `shift`."""
+    """Return a module with the attributes of a Swin block, and no computation.
+
+    Its windows have 3 x 3 tokens and are shifted by `shift` tokens.
+    """
     block: Any = torch.nn.Identity()
     block.window_size, block.shift_size = (3, 3), (shift, shift)
     return block
