@@ -122,7 +122,7 @@ def test_a_dataset_without_a_published_source_is_shown_and_checked(tmp_path, mon
 
 
 @pytest.mark.parametrize(("kind", "digest"), [("tar", True), ("zip", False)])
-def test_a_download_is_unpacked_passes_the_check_and_is_not_fetched_again(
+def test_downloads_are_unpacked_once_and_pass_the_check(
     published, server, tmp_path, kind, digest, capsys
 ):
     original = tmp_path / "made"

@@ -16,7 +16,7 @@ def listed(capsys, *words: str) -> dict[str, str]:
     return {line.partition("=")[0]: line for line in capsys.readouterr().out.splitlines()}
 
 
-def test_every_key_of_a_run_is_listed_with_what_it_accepts(workdir, capsys):
+def test_every_key_of_a_run_is_listed_with_its_values(workdir, capsys):
     found = listed(capsys, "pretrain", "objective=supervised", "train.max_grad_norm=2")
 
     assert set(found) == set(list_keys(compose_config("pretraining", ["objective=supervised"])))

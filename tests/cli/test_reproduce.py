@@ -55,7 +55,7 @@ def command_lines(plan: Plan, *, of_runs: bool) -> list[str]:
     return [" ".join(step.words) for step in plan.steps if step.is_training == of_runs]
 
 
-def test_the_plan_of_table_2_is_four_runs_and_a_probe_for_each_cell():
+def test_table_2_needs_four_runs_and_a_probe_per_cell():
     plan = plan_of("cutting_the_skip/table2", roots={"imagenet1k": "/in", "voc2012": "/voc"})
 
     assert [run.name for run in plan.runs] == [
@@ -208,7 +208,7 @@ def test_a_run_is_fine_tuned_after_its_pretraining():
     )
 
 
-def test_the_plan_of_a_figure_ends_with_the_command_that_draws_it(capsys):
+def test_figure_plans_end_with_the_command_that_draws_them(capsys):
     for name, parts in {
         "orthogonal_self_attention/figure1": ["--over-steps", "--metric loss,val_loss"],
         "cutting_the_skip/figure2": ["--over-epochs", "--metric miou_oracle"],
@@ -516,7 +516,7 @@ def test_figure_4_shows_the_first_images_of_the_validation_set(reproduced):
 
 
 @pytest.mark.slow
-def test_the_table_of_dino_has_knn_and_linear_accuracy_of_the_last_block(reproduced):
+def test_the_dino_table_has_two_accuracies_of_the_last_block(reproduced):
     six_classes("imagenet")
     words = ("--data-root", "imagenet1k=imagenet", *TINY, *DINO, "probe.image_size=32")
 

@@ -216,9 +216,7 @@ def tables_with_slow_marks() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("table", tables_with_slow_marks())
-def test_every_row_with_a_run_is_filled_by_commands_that_parse(
-    table, tmp_path, monkeypatch, capsys
-):
+def test_commands_that_parse_fill_every_row_with_a_run(table, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plan = plan_table(table, PlanOptions(runs=Path("r"), out=Path("o"), roots={}, gpus=8))
     for step, line in zip(plan.steps, shell_commands(plan), strict=True):

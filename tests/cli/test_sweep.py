@@ -204,7 +204,7 @@ def no_type_checks() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_sweep_that_is_killed_halfway_computes_only_what_is_pending(workdir):
+def test_killed_sweeps_compute_only_pending_results_when_restarted(workdir):
     sizes = ["dataset.num_train=4", "dataset.num_val=3"]
     sweep = [
         "sweep",
@@ -258,7 +258,7 @@ def values(out: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")
-def test_jobs_that_share_the_blocks_of_one_probe_leave_one_table(workdir, capsys):
+def test_jobs_that_share_blocks_of_a_probe_write_one_table(workdir, capsys):
     sweep = ["sweep", "--task", "segmentation", "--checkpoint", "runs/one", *SMALL]
     sweep += ["dataset.num_train=4", "dataset.num_val=3", "probe.panels=0"]
     assert main([*sweep, "--out", "through"]) == 0

@@ -98,7 +98,7 @@ def test_a_job_that_ran_out_of_memory_is_retried_alone(workdir, capsys, ends, sa
     assert line.startswith(f"hungry {said}")
 
 
-def test_a_job_that_fails_again_or_for_another_reason_has_failed(workdir):
+def test_jobs_that_fail_again_or_for_other_reasons_have_failed(workdir):
     jobs = [_Job("hungry", "killed"), _Job("wrong", "fails"), _Job("good")]
 
     outcomes = {job.title: outcome for job, outcome in run_in_processes(jobs, 2)}

@@ -85,7 +85,7 @@ def test_every_field_of_every_class_can_be_overridden(group):
             assert set(names) <= set(known)
 
 
-def test_keys_missing_in_a_file_have_the_default_of_the_class():
+def test_keys_missing_in_a_file_get_the_default_value():
     config = compose_config("pretraining", ["optimizer=soap", "optimizer.max_precond_dim=7"])
 
     assert "max_precond_dim" not in (config_folder() / "optimizer/soap.yaml").read_text()
@@ -153,9 +153,7 @@ OWN_MODULES = {
         ("none", ["fails with ModuleNotFoundError: No module named 'own_part.nothing'"]),
     ],
 )
-def test_the_error_for_a_broken_entry_point_names_its_package_and_line(
-    tmp_path, monkeypatch, name, reasons
-):
+def test_errors_for_broken_entry_points_name_package_and_line(tmp_path, monkeypatch, name, reasons):
     for path, text in OWN_MODULES.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)

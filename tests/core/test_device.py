@@ -267,7 +267,7 @@ def test_a_checkout_without_git_has_no_commit(monkeypatch, tmp_path):
     assert source_commit.__wrapped__() is None
 
 
-def test_the_commit_is_that_of_the_checkout_or_of_a_file_in_the_package(monkeypatch, tmp_path):
+def test_the_commit_comes_from_the_checkout_or_a_packaged_file(monkeypatch, tmp_path):
     package = tmp_path / "ssl_bench"
     package.mkdir()
     monkeypatch.setattr(process, "_PACKAGE", package)
@@ -349,7 +349,7 @@ def caused_by(cause: BaseException) -> Exception:
         (SystemExit("out of memory"), False),
     ],
 )
-def test_a_lack_of_memory_is_recognised_by_type_text_and_cause(error, expected):
+def test_lack_of_memory_is_recognised_by_type_text_and_cause(error, expected):
     assert is_out_of_memory(error) == expected
 
 
@@ -362,7 +362,7 @@ def test_a_lack_of_memory_is_recognised_by_type_text_and_cause(error, expected):
         (MemoryError("no room"), "report", "no room", None),
     ],
 )
-def test_the_error_for_a_lack_of_memory_has_one_line_and_a_hint(error, command, detail, hint):
+def test_out_of_memory_errors_have_one_line_and_a_hint(error, command, detail, hint):
     found = out_of_memory_error(error, command)
 
     assert isinstance(found, MachineError)

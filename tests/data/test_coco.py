@@ -81,7 +81,7 @@ def test_only_boxes_of_listed_images_are_in_the_fingerprint(root, dataset):
     assert dataset.images().fingerprint() != before
 
 
-def test_the_folder_above_and_a_part_of_the_list_can_be_given(root, tmp_path):
+def test_the_parent_folder_or_a_partial_list_is_accepted(root, tmp_path):
     half = Coco20k(tmp_path, discovery_split="train2014:0-34%", cache=tmp_path / "cache")
 
     assert half.discovery().ids == half.images().ids == (stem(7),)
@@ -138,7 +138,7 @@ def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):
     assert dataset.discovery().name == "coco20k"
 
 
-def test_the_list_is_named_or_in_the_root_or_beside_it_or_downloaded(
+def test_lists_are_given_found_near_the_root_or_downloaded(
     root, dataset, tmp_path, server, monkeypatch
 ):
     subset, beside = (
@@ -271,7 +271,7 @@ def test_ids_are_made_contiguous_over_the_gaps(stuff):
     assert mask_of(images[0]).tolist() == [[0, 10, 11], [255, 80, 170]]
 
 
-def test_the_class_table_lists_what_occurs_with_the_groups_of_coco():
+def test_the_class_table_lists_occurring_classes_with_coco_groups():
     classes = read_classes()
     groups = Counter(group for _, group in classes.values())
 
@@ -284,7 +284,7 @@ def test_the_class_table_lists_what_occurs_with_the_groups_of_coco():
     assert classes[169] == ("vegetable", "food-stuff")
 
 
-def test_names_follow_the_classes(stuff):
+def test_class_names_match_the_class_numbers(stuff):
     fine, coarse = stuff_halves(stuff).train(), stuff_halves(stuff, 27).train()
 
     assert len(fine.class_names) == 171

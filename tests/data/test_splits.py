@@ -142,7 +142,7 @@ def test_pretraining_with_a_limit_is_another_run(tmp_path):
         ({"train": range(1464), "discovery": range(11541)}, "voc2012-11541"),
     ],
 )
-def test_a_part_of_a_published_dataset_is_named_by_its_size(found, name):
+def test_parts_of_published_datasets_are_named_by_their_size(found, name):
     ids = {role: [str(number) for number in numbers] for role, numbers in found.items()}
     assert benchmark_name("voc2012", ids) == name
     assert benchmark_name("mine", ids) == "mine"

@@ -173,7 +173,7 @@ def own_videos(root: Path) -> Path:
     return root
 
 
-def test_own_frames_are_sorted_by_number_and_one_video_is_enough(tmp_path):
+def test_user_frames_are_sorted_by_number_and_one_video_suffices(tmp_path):
     root = own_videos(tmp_path / "videos")
     (root / ".hidden").mkdir()
     (root / "empty").mkdir()

@@ -115,7 +115,7 @@ def make_transparent(decoder: MaeDecoder) -> MaeDecoder:
     return decoder
 
 
-def test_the_decoder_returns_every_token_to_the_position_of_its_patch():
+def test_the_decoder_puts_every_token_at_its_patch_position():
     model = ViTConfig(image_size=4, patch_size=2, dim=12, depth=1, num_heads=2, num_registers=1)
     decoder = make_transparent(learner_of(model, mask_ratio=0.5).student.decoder)
     tokens = torch.tensor([50.0, 51.0, 10.0, 11.0])[None, :, None].expand(1, 4, 12)

@@ -125,7 +125,7 @@ def test_parallel_heads_equal_separately_trained_heads(batch_size):
     assert not torch.allclose(both.query[0, 0], both.query[0, 1])
 
 
-def test_the_rate_rises_in_the_first_ninth_of_the_steps_and_then_follows_a_cosine(monkeypatch):
+def test_the_rate_rises_in_one_ninth_and_follows_a_cosine(monkeypatch):
     found = []
 
     def record(optimizer, parameters, gradients, states, rates, step):

@@ -131,7 +131,7 @@ def test_graphs_without_a_unique_answer_are_degenerate(num_tokens):
         assert np.isfinite(found.vector).all()
 
 
-def test_the_vector_of_two_tokens_is_orthogonal_to_the_constant_one():
+def test_eigenvectors_of_two_tokens_are_orthogonal_to_constant_ones():
     # The first degree is 1 + EPS. The zero token has the degree 2 * EPS.
     for second, vector, value in (
         ([0, 1], [1, -1], 2 * EPS / (1 + EPS)),

@@ -95,7 +95,7 @@ def test_scores_equal_exact_fractions_without_ignored_images(hard_only, top):
         assert score.values == pytest.approx([float(one) for one in expected], abs=1e-12)
 
 
-def test_rankings_counted_by_hand():
+def test_scores_of_rankings_equal_a_count_by_hand():
     mean = (1 + (1 / 2 + 2 / 3) / 2 + (2 / 3 + 3 / 4) / 2) / 3
     assert average_precision(np.array([0, 2, 3]), 3) == pytest.approx(mean)
     assert mean == pytest.approx(0.764, abs=5e-4)
@@ -249,7 +249,7 @@ def test_copies_that_equal_their_originals_are_always_found(toy, encoder, tmp_pa
     assert records["map"].details["by_copy"] == {"crop 1.0": 100}
 
 
-def test_the_value_of_an_image_is_the_mean_over_its_copies(toy, encoder, tmp_path):
+def test_image_values_are_means_over_copies_of_the_image(toy, encoder, tmp_path):
     both = Instances("copies", image_size=32, top=5, jpeg_qualities=[5], crop_areas=[0.2])
     found = {}
     for name, changes in (

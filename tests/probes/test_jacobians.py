@@ -116,7 +116,7 @@ def reorder_by_columns(matrix, tokens, dim):
     return matrix[order][:, order]
 
 
-def test_b_and_e_equal_equation_10_and_add_up_to_the_jacobian():
+def test_b_and_e_equal_equation_10_and_sum_to_jacobians():
     one = block_pass()
     functions = block_functions(one)
     tokens, dim = one.input.shape
@@ -226,7 +226,7 @@ def test_degenerate_matrices_have_no_undefined_bounds():
         assert rank is None or found.effective_rank == pytest.approx(rank)
 
 
-def test_a_norm_without_a_skip_makes_the_block_singular_and_a_skip_does_not():
+def test_blocks_with_a_norm_are_singular_only_without_a_skip():
     bare, whole = block_pass(BARE), block_pass(TINY)
     exact = exact_spectra(bare)["block"]
     assert condition(exact) == math.inf

@@ -342,7 +342,7 @@ def run_tokencut(
     return found | {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
-def test_protocols_that_share_a_pass_give_the_results_of_separate_runs(workdir, monkeypatch):
+def test_protocols_that_share_a_pass_equal_separate_runs(workdir, monkeypatch):
     for protocol in ("adaptive", "reference"):
         apart = run_tokencut("apart", f"probe.protocol={protocol}")
     assert len(ResultStore(Path("apart")).records()) == 4

@@ -103,7 +103,7 @@ def test_results_with_other_settings_images_or_seeds_are_never_paired(store):
     assert {row.name for c in by_seed[0].by_epoch.values() for row in c.rows} == {"0", "11"}
 
 
-def test_the_command_prints_the_epochs_of_each_block_in_consecutive_rows(cli, cli_json):
+def test_the_epochs_of_each_block_are_in_consecutive_rows(cli, cli_json):
     lines = cli(*OVER_EPOCHS, *RUNS, "--format", "markdown").out.strip().splitlines()
 
     assert lines[2] == "| block | epoch | skip | skipless | first - second [95 %] |"
