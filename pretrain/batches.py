@@ -349,7 +349,7 @@ def load_chunks(
     is a `MachineError`. Closing the generator ends all data workers.
 
     Args:
-        batches: The dataset. Its `num_chunks` is replaced by that of `workers`.
+        batches: The dataset. `workers.num_chunks` replaces its own `num_chunks`.
         workers: Number of data workers, and number of chunks (parts) of each micro-batch.
         micro_batches: Numbers of the micro-batches, counted from the start of the run.
         device: Device of this process. For CUDA devices, tensors are copied to pinned memory.

@@ -154,8 +154,8 @@ class Pretraining:
             resume: Continue the run in `out`, or start a run if there is none.
             must_resume: Continue the run in `out`, which must exist.
             extend: Continue the run in `out`, which must exist, with more `train.epochs` or
-                `train.max_steps`. From then on, the schedules are those of a run with the new
-                length.
+                `train.max_steps`. From then on, the schedules have the values of a run that was
+                planned with the new length.
             overwrite: Delete the run in `out`.
             device: Device to train on. The default is a GPU if there is one.
             config: Content of `config.yaml`. By default, it is this object, converted to

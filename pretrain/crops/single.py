@@ -1,6 +1,6 @@
 """The crops of supervised training: one randomly augmented view of each image, and its class.
 
-The augmentations are those of timm's recipes. RandAugment changes colours and geometry. Cutout and
+timm's recipes use the same augmentations. RandAugment changes colours and geometry. Cutout and
 random erasing fill rectangles. Mixup and CutMix mix pairs of images and their classes.
 """
 
@@ -264,7 +264,7 @@ class SingleCrop(ViewMaker):
     def join(self, chunks: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
         """Copy the crops of several chunks to the device, and join them to a micro-batch.
 
-        The noise seed and the mixture are those of the first chunk, because it contains the first
+        The noise seed and the mixture come from the first chunk, because it contains the first
         image of the micro-batch.
         """
         copies = []

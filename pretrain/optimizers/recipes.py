@@ -43,7 +43,7 @@ class OptimizerRecipe:
 
 @dataclass(frozen=True)
 class AdamW(OptimizerRecipe):
-    """Hyperparameters of AdamW. The default values are those of DINO.
+    """Hyperparameters of AdamW. DINO uses the default values.
 
     The fused implementation of torch is used, which updates many parameters with one kernel.
     """
@@ -66,9 +66,9 @@ class Soap(OptimizerRecipe):
 
     Args:
         lr: Learning rate for batch size 256. No learning rate of SOAP has been published for DINO,
-            so the default is that of AdamW. Higher values were better in short runs, so try 0.25 to
-            16 times the default. The class `SOAP` has another default, 3e-3, which is meant for
-            language models.
+            so AdamW's learning rate is the default. Higher values were better in short runs, so try
+            0.25 to 16 times the default. The class `SOAP` has another default, 3e-3, which is meant
+            for language models.
         shampoo_beta: Decay rate of Shampoo's statistics, the moving averages of g @ g.T for the
             gradient g. The default is `betas[1]`.
         precondition_frequency: Number of steps between two refreshes of an eigenbasis, the

@@ -56,8 +56,8 @@ class SOAP(torch.optim.Optimizer):
         stagger: Whether the refreshes of different bases take place at different steps. By default
             all bases are refreshed at the same step.
         shard_refreshes: Whether the processes of `torch.distributed` divide the decompositions
-            among themselves. By default each process computes all decompositions and uses those of
-            the first process.
+            among themselves. By default each process computes all decompositions, and all processes
+            use the results of the first one.
 
     Raises:
         ValueError: `precondition_frequency` or a decay rate is out of range.

@@ -73,7 +73,7 @@ def test_every_key_has_a_meaning(capsys, group):
         if "data.root" in found:
             assert " a path or null: " in found["data.root"]
         if group == "probe":
-            # The keys of this probe and those of all probes, but none of a dataset.
+            # The keys of this probe and the keys that all probes have, but no keys of a dataset.
             composed = set(list_keys(compose_config("probing", [target.replace(".", "=", 1)])))
             files = (config_folder() / "probe").glob(f"{target.removeprefix('probe.')}/*")
             keys = composed | {f"probe.{part.name}" for part in files}

@@ -129,7 +129,8 @@ def test_phases_of_recipes_fit_a_short_run(override):
         if "train.max_steps" in override:
             assert {word.partition("=")[0] for word in own} == long, run.name
         lengths |= long
-    # The recipes have every kind of phase. Periods, such as that of the monitor, may exceed a run.
+    # The recipes have every kind of phase. Periods, such as the epochs between two evaluations, may
+    # exceed a run.
     assert lengths == set(LENGTHS)
 
 

@@ -326,7 +326,7 @@ def test_printed_commands_run_in_a_shell(workdir, capsys):
 
     lines = [line.split("\0")[:-1] for line in run.stdout.splitlines()]
     assert len(lines) == 2
-    # A job contains its own layers instead of those of the sweep.
+    # A job contains its own layers instead of all layers of the sweep.
     for flag in flags.keys() - {"--layer"}:
         assert all(dict(pairwise(line))[flag] == flags[flag] for line in lines)
     assert lines == [shlex.split(line)[1:] for line in printed.splitlines()]

@@ -116,7 +116,7 @@ def test_a_class_without_keys_is_completed_with_nested_defaults():
     assert call["crops"]["_target_"] == "pretrain.crops.multi.MultiCrop"
     assert call["crops"]["global_scale"] == [0.4, 1.0]
     assert describe(instantiate(call, "objective")) == describe(Dino(out_dim=9))
-    # Older configurations contain the former address of a class.
+    # Older configurations contain the module in which a class was before it moved.
     older = {"_target_": "pretrain.copying.objective.Copying", "letters": 3}
     assert instantiate(older, "objective") == Copying(letters=3)
 

@@ -111,7 +111,7 @@ def test_query_key_and_value_are_consecutive_thirds_of_qkv():
         assert torch.equal(found[facet], expected)
 
 
-def test_token_normed_applies_the_final_norm_and_cls_is_output():
+def test_normed_facets_apply_the_final_norm_as_in_the_output():
     encoder = ours()
     images = torch.rand(2, 3, 32, 32)
     facets = ["token", "token_normed", "cls", "cls_normed"]
@@ -131,7 +131,8 @@ def test_a_changed_patch_changes_the_feature_at_its_position():
     extractor = FeatureExtractor(encoder, layers=[0], facets=["value"])
     image = torch.full((1, 3, 24, 40), 0.5)
     changed = image.clone()
-    changed[..., 8:16, 32:40] = 0.9  # Row 1, column 4; the values of block 0 do not mix patches.
+    # The changed patch is in row 1 and column 4. The values of block 0 do not mix patches.
+    changed[..., 8:16, 32:40] = 0.9
     difference = extractor(image)[0]["value"] - extractor(changed)[0]["value"]
     moved = difference.abs().amax(-1)[0] > 1e-6
     assert moved.nonzero().tolist() == [[1, 4]]

@@ -55,7 +55,7 @@ def test_intervals_of_shares_are_those_of_clopper_and_pearson():
 
 
 def test_the_mean_iou_of_two_images_equals_the_hand_count():
-    # The IoUs are 1 / 2 and 3 / 4. That of both images is 4 / 6.
+    # The IoUs of the images are 1 / 2 and 3 / 4. Both images together have 4 / 6.
     found = mean_iou_estimate(np.array([[[1], [1], [2]], [[3], [4], [3]]], np.int32))
 
     assert found.value == pytest.approx(200 / 3)

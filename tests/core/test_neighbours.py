@@ -1,4 +1,4 @@
-"""Test that the nearest neighbours are exactly those of a full matrix product.
+"""Test that the nearest neighbours equal the result of a full matrix product exactly.
 
 This must also hold if faiss proposes candidates, from which the exact neighbours are chosen.
 """

@@ -46,7 +46,8 @@ SHOWN = [
     for one in COMMANDS
     if one.suite
     and not one.is_name
-    # test_extending.py runs the commands of the first page. Those of the second need trained runs.
+    # test_extending.py runs the commands of the first page. The commands of the second page need
+    # trained runs.
     and one.page not in ("docs/extending.md", "docs/papers.md")
     and "--help" not in one.suite
     and not any(part in one.text for part in NOT_RUN)

@@ -82,7 +82,7 @@ def test_cityscapes_has_19_classes_in_folders_of_cities(cityscapes):
     assert mask_of(dataset) == [[0, 1, 18], [255, 255, 16]]
     assert (val.name, val.class_names[::18]) == ("cityscapes-3", ("road", "bicycle"))
     assert dataset.images()[1].mask is None
-    # These numbers are part of the fingerprint, so they must be those of older versions.
+    # These numbers are part of the fingerprint, so they must be the same as in older versions.
     assert val.masks is not None
     assert sorted(val.masks.labels.classes) == [*range(34), 255]
     with pytest.raises(DataError, match=r"no split test\. .*: val, train"):

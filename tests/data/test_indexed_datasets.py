@@ -273,7 +273,7 @@ def test_an_unreadable_item_is_an_error_or_left_out(encoder, tmp_path):
     for _ in range(2):
         found = run(encoder, on_bad_image="skip", **inputs)
         assert {record.num_images for record in found} == {3}
-        # Without names, the number of classes is that of the labels.
+        # Without names, the labels determine the number of classes.
         inputs = {name: WithoutNames(some) for name, some in inputs.items() if name != "out"}
         inputs["out"] = tmp_path / "unnamed"
 

@@ -151,7 +151,7 @@ def test_parts_of_published_datasets_are_named_by_their_size(found, name):
 def test_a_small_voc_has_the_same_name_in_every_role(tmp_path):
     voc(tmp_path)
     dataset = Voc(tmp_path, train_split="train:0-50%")
-    # The number in the name is that of all images, 4 for training and 3 others, for any share.
+    # For any share, the name contains the number of all images: 4 for training and 3 others.
     sets = (dataset.train(), dataset.val(), dataset.discovery(), dataset.images())
     assert [(images.name, len(images)) for images in sets] == [
         ("voc2012-7", count) for count in (2, 3, 7, 7)

@@ -68,8 +68,8 @@ def test_scores_over_seeds_decide_a_claim(claim, scores, word):
 def test_weighted_contrasts_and_hours_equal_a_count_by_hand():
     scores = {"both": (80.0, 80.5), "no_attention_skip": (58.0, 58.4), "no_mlp_skip": (78.0, 78.6)}
     result = verdict(CLAIM["V5"], make_runs("one_skip", scores))
-    # Without the skip of attention, 22 and 22.1 points are lost. Without that of the MLP, 2 and
-    # 1.9 points are lost.
+    # Without the skip of attention, 22 and 22.1 points are lost. Without the skip of the MLP, 2
+    # and 1.9 points are lost.
     assert [one.value for one in result.measurements] == pytest.approx([20.1, 18.15])
     # Nine first runs and six runs with seeds took half an hour each.
     assert (result.word, result.seeds, result.hours) == ("supported", 2, 7.5)

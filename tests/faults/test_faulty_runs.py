@@ -252,7 +252,7 @@ def test_a_run_is_saved_when_its_terminal_is_closed(workdir):
         try:
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)
-            # Replace pytest's streams by those of the terminal.
+            # Replace pytest's streams by the streams of the terminal.
             for number, name in ((1, "stdout"), (2, "stderr")):
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
             code = main(run)

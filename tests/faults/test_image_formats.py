@@ -392,7 +392,7 @@ def test_a_voc_palette_in_another_order_is_noticed(workdir, capsys, has_borders,
     indices = mask() if has_borders else np.where(mask() == 255, 0, mask())
     changed = reorder_palette(indices, order)
     changed.save(path)
-    # The mask looks the same.
+    # A viewer shows the same colours for the changed mask.
     assert np.array_equal(np.asarray(changed.convert("RGB")), voc_colours()[indices])
 
     command = ["data", "check", "voc2012", "--data-root", ".", "--subset"]

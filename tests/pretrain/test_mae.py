@@ -120,7 +120,7 @@ def test_the_decoder_puts_every_token_at_its_patch_position():
     decoder = make_transparent(learner_of(model, mask_ratio=0.5).student.decoder)
     tokens = torch.tensor([50.0, 51.0, 10.0, 11.0])[None, :, None].expand(1, 4, 12)
     painted = decoder(tokens, torch.tensor([[2, 0, 3, 1]])) - decoder.positions
-    # The tokens are [CLS] (50), a register (51), and those of patches 2 and 0.
+    # The tokens are [CLS] (50), a register (51), and the tokens of patches 2 and 0.
     expected = torch.tensor([11.0, -1.0, 10.0, -1.0])[None, :, None].expand(1, 4, 12)
     torch.testing.assert_close(painted, expected)
 

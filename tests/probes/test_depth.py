@@ -362,7 +362,7 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
     dataset = DepthFolders(folders).val()
     rmse = []
     labels = run_of_split.compute_features().patches.labels
-    # A map of 32 x 40 pixels becomes one of 16 x 16. Each value is that of the nearest pixel.
+    # A map of 32 x 40 pixels is resized to 16 x 16 pixels, with the value of the nearest pixel.
     rows, cols = (((np.arange(16) + 0.5) * size / 16).astype(int) for size in (32, 40))
     first = DepthFolders(folders).train()[0].depth
     assert first is not None

@@ -121,7 +121,7 @@ def test_unit_vectors_equal_those_of_float64_for_any_length():
         expected = vectors.double() / vectors.double().norm(dim=1, keepdim=True)
         assert torch.allclose(unit_vectors(vectors).double(), expected, atol=1e-6)
     assert not unit_vectors(torch.zeros(1, 3)).any()
-    # For ordinary lengths they are bitwise equal to those of torch.
+    # For ordinary lengths, our unit vectors are bitwise equal to torch's.
     vectors = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * 3
     assert torch.equal(unit_vectors(vectors), functional.normalize(vectors, dim=1))
 

@@ -195,7 +195,7 @@ def test_the_provenance_of_a_number_names_its_record(evil_report, tmp_path):
 
     assert (evil_report.parent / first["record"]).is_file()
     assert first["settings"] == {EVIL: EVIL}
-    # The IoU of the first class is 6 / 12 pixels, and that of the second class 4 / 10.
+    # The IoU is 6 / 12 for the first class and 4 / 10 for the second class.
     assert (first["value"], first["unit"], first["95 % interval"]) == (45, "%", [40, 50.5])
     assert {attrs["data-r"] for _, attrs in index.elements if "data-r" in attrs} == {
         "0",

@@ -185,7 +185,7 @@ class SameBest:
 class AboveRandom:
     """A rule by which a claim is supported if training improves every block from `first` on.
 
-    The difference is the k-NN accuracy of a block minus that of the same block with random weights.
+    The difference is the k-NN accuracy of a block minus its k-NN accuracy with random weights.
     All its intervals over images must be above 0. The claim is refuted if one of them is below 0.
     """
 
@@ -226,7 +226,7 @@ class Small:
 class Apart:
     """A rule: the claim is supported if the patches of an image stay different in some variant.
 
-    The final loss of this variant must also be at most that of the variant `plain`. If no variant
+    The final loss of this variant must also not exceed that of the variant `plain`. If no variant
     fulfils both conditions, the claim is refuted.
 
     Attributes:
