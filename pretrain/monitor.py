@@ -370,7 +370,12 @@ class Evaluator(PeriodicEvaluation):
     def _compute_outputs(
         self, images: ImageSet, compute: Callable[[Images], Tensor]
     ) -> LabelledFeatures:
-        """Apply `compute` to the central crop of each image. Return the outputs and the labels."""
+        """Apply a network to the central crop of each image. Return the outputs and the labels.
+
+        Args:
+            images: Labelled images.
+            compute: Function from a batch of normalised crops to one vector for each crop.
+        """
         device = next(self.learner.parameters()).device
         size, crop_share = self.learner.encoder.config.image_size, self.options.crop_share
 

@@ -211,7 +211,8 @@ def _digest_used_images(
 ) -> str:
     """Return a SHA-256 of the files of all images that the first `step` steps have used.
 
-    `never_used` contains the indices of unreadable images, which other images have replaced.
+    The images with the indices in `never_used` do not count. They could not be read, so other
+    images replaced them.
     """
     is_used = batches.mark_used_images(step)
     is_used[[*never_used]] = False

@@ -92,7 +92,7 @@ class Dino(Objective):
 
 
 class DinoLearner(Learner):
-    """The student and teacher networks, and the centre of the teacher's outputs."""
+    """The student and teacher networks of DINO, and the centre (moving mean) of teacher outputs."""
 
     options: Dino
     student: "DinoNetwork"

@@ -199,6 +199,10 @@ class MaeNetwork(nn.Module):
         """Return the encoder's output tokens for [CLS], the registers and the visible patches.
 
         No block of the encoder processes the hidden patches.
+
+        Args:
+            images: Normalised images.
+            visible: Numbers of the visible patches of each image, in the order of the output.
         """
         tokens, num_prefix = self.backbone.embed(images), self.backbone.config.num_prefix_tokens
         patches = gather_patches(tokens[:, num_prefix:], visible)

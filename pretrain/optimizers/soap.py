@@ -178,7 +178,7 @@ class SOAP(torch.optim.Optimizer):
                     )
 
     def _update_stacks(self) -> None:
-        """Stack the parameters again if the set of parameters that have a gradient has changed."""
+        """Stack the parameters again if other parameters have a gradient than in the last step."""
         active = [
             [id(p) for p in group["params"] if p.grad is not None] for group in self.param_groups
         ]
@@ -258,7 +258,7 @@ class Stack:
     bases: Matrices
 
     def gradients(self) -> Float[Tensor, " members *shape"]:
-        """Return the stacked gradients in the dtype of the state."""
+        """Return the gradients of all members, stacked and in the dtype of the optimizer state."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         stacked = gradients[0][None] if len(gradients) == 1 else torch.stack(gradients)
         return stacked.to(self.exp_avg.dtype)
@@ -278,7 +278,10 @@ class Stack:
                 yield slice(members[0], members[-1] + 1)
 
     def member_state(self, member: int) -> dict[str, Any]:
-        """Return the optimizer state of one parameter, as views of the stacked tensors."""
+        """Return the optimizer state of the parameter with the index `member` in the stack.
+
+        Its tensors are views of the stacked tensors.
+        """
         return {
             "step": self.step,
             "skipped": self.skipped,
@@ -388,6 +391,10 @@ class Factors:
         """Return the negative learning rate with Adam's bias correction, or 0 for a skipped step.
 
         Stacks with the same step count and dtype get the same tensor.
+
+        Args:
+            stack: Parameters with the same step count.
+            group: Parameter group with the learning rate and the decay rates.
         """
         lr, (beta1, beta2) = group["lr"], group["betas"]
         key = (lr, beta1, beta2, stack.step, stack.exp_avg.dtype)
@@ -402,7 +409,14 @@ class Factors:
 def take_adam_step(
     stacks: Sequence[Stack], gradients: Sequence[Tensor], group: dict[str, Any], factors: Factors
 ) -> None:
-    """Take one step of Adam in the eigenbases, and then apply the decoupled weight decay."""
+    """Take one step of Adam in the eigenbases, and then apply the decoupled weight decay.
+
+    Args:
+        stacks: Stacked parameters. They and their moments are changed in place.
+        gradients: Gradients of each stack. In a skipped step, they must be 0.
+        group: Parameter group with learning rate, decay rates, epsilon and weight decay.
+        factors: Scalar factors of this step. In a skipped step, they prevent any change.
+    """
     beta1, beta2 = group["betas"]
     rotated = [rotate(g, stack.bases) for stack, g in zip(stacks, gradients, strict=True)]
     means, squares = [stack.exp_avg for stack in stacks], [stack.exp_avg_sq for stack in stacks]
