@@ -89,9 +89,10 @@ def _get_target(component: Any) -> str:
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare two descriptions of a run. Return the changed settings that affect the weights.
+    """Compare a saved and a current description of a run. Return the settings that have changed.
 
-    A changed setting is a string such as "train.seed: 3 -> 4".
+    Settings that do not affect the weights are ignored. A changed setting is a string such as
+    "train.seed: 3 -> 4".
     """
     old, new = _flatten(before), _flatten(now)
     return [

@@ -192,7 +192,10 @@ class SingleCrop(ViewMaker):
         PlainCrop(self.scale, self.aspect_ratio)  # checks the ranges
 
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> LabelledCrops:
-        """Crop each image, apply RandAugment, and draw the parameters of later augmentations."""
+        """Crop each image, apply RandAugment, and draw the parameters of later augmentations.
+
+        The crops are squares with a side length of `sizes[0]` pixels.
+        """
         samples, generators, size = list(samples), list(generators), sizes[0]
         plain = PlainCrop(self.scale, self.aspect_ratio, self.flip_probability)
         pixels = []
@@ -398,7 +401,10 @@ def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:
 
 
 def mix(images: Images, mixture: Mixture) -> Images:
-    """Mix the images of a micro-batch in pairs by mixup or CutMix, in place."""
+    """Mix the images of a micro-batch in pairs by mixup or CutMix, in place.
+
+    `mixture` contains the weights of the images, or the box that CutMix exchanges.
+    """
     if mixture.box is not None:
         top, bottom, left, right = mixture.box
         inside = images[:, :, top:bottom, left:right]

@@ -157,7 +157,10 @@ def parameter_groups(
 def _split_by_decay(
     named: Iterable[tuple[str, nn.Parameter]], *, decay_tokens: bool
 ) -> list[dict[str, Any]]:
-    """Divide parameters into a group with weight decay and a group without."""
+    """Divide named parameters into a group with weight decay and a group without.
+
+    If `decay_tokens` is false, tokens and position embeddings are in the group without.
+    """
     decayed, exempt = [], []
     for name, parameter in named:
         is_token = name.rpartition(".")[2] in _TOKENS

@@ -267,7 +267,10 @@ def make_rows(strings: Letters, letters: int) -> Rows:
 
 
 def draw_test_strings(length: int, letters: int, count: int) -> Letters:
-    """Return `count` random test strings, which are the same for all seeds and in all runs."""
+    """Return `count` random strings of `length` letters, which are the same in all runs.
+
+    `letters` is the number of different letters.
+    """
     generator = np.random.default_rng((_TEST, length, letters))
     return torch.from_numpy(generator.integers(letters, size=(count, length)))
 

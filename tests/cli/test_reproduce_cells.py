@@ -48,7 +48,7 @@ PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "m
 def compose(
     task: str, dataset: str, overrides: tuple[str, ...]
 ) -> tuple[Probe, Dataset, dict[str, Any]]:
-    """Return the probe and the dataset of a command, and its general settings.
+    """Return the probe and the dataset that a command describes, and its general settings.
 
     General settings, such as `dtype` and `seed`, are not part of the probe or the dataset.
     """

@@ -27,7 +27,10 @@ def ours(**changes: Any) -> Encoder:
 
 
 def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -> Encoder:
-    """Return a timm Vision Transformer with random weights, as an encoder for any image size."""
+    """Return a timm Vision Transformer with random weights, as an encoder for any image size.
+
+    `changes` are further arguments of timm's class.
+    """
     model = timm.models.VisionTransformer(
         img_size=32, patch_size=8, embed_dim=dim, depth=depth, num_heads=num_heads, num_classes=0,
         dynamic_img_size=True, **changes,

@@ -38,7 +38,11 @@ def some_counts(images=12, classes=5):
 
 
 def miou(counts, classes=slice(None)):
-    """Compute the mean IoU in percent directly from its definition."""
+    """Compute the mean IoU in percent directly from its definition.
+
+    `counts` has the shape [images, 3, classes]. The second axis has the numbers of correct,
+    predicted and true pixels. Only the classes selected by `classes` count.
+    """
     found = []
     for right, predicted, true in counts.sum(0, dtype=np.float64)[:, classes].T:
         union = predicted + true - right

@@ -108,7 +108,12 @@ def test_the_commands_of_a_page_run_in_order(page, prepared, tmp_path, monkeypat
 
 
 def run_command(shown: PageCommand, folder: Path) -> str:
-    """Run a shortened command of a documentation page. Return its errors, or "" if it succeeds."""
+    """Run a shortened command of a documentation page. Return its errors, or "" if it succeeds.
+
+    Args:
+        shown: The command as the page shows it.
+        folder: Folder with the input files from `create_inputs`.
+    """
     words = shorten(shown.suite, folder)
     copy_records(words)
     # The streams are files, because a table may be bytes.

@@ -230,6 +230,7 @@ def write_stuff(root: Path, name: str, mask: list[list[int]], maps: str = "stuff
     """Write a training image of COCO-Stuff and its mask.
 
     `name` is the file name of the mask without its suffix. Its first 12 digits are the image id.
+    `maps` is the folder of the masks below `root`.
     """
     image_path = root / f"images/train2017/{name[:12]}.jpg"
     mask_path = root / maps / f"train2017/{name}.png"

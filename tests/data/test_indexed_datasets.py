@@ -45,7 +45,7 @@ def picture(number: int) -> Image.Image:
 
 
 def mask(number: int) -> np.ndarray:
-    """Return a mask in which a rectangle has class 1.
+    """Return the mask of image `number`, in which a rectangle has class 1.
 
     In the first row, all pixels are ignored (255).
     """

@@ -33,7 +33,8 @@ def write_mask(
 ) -> None:
     """Write a mask that consists of horizontal stripes.
 
-    `numbers` maps the first row of each stripe to the value of the stripe's pixels.
+    `numbers` maps the first row of each stripe to the value of the stripe's pixels. `size` is the
+    width and height of the mask, and `mode` its Pillow mode.
     """
     mask = np.zeros(size[::-1], np.uint8)
     for row, number in numbers.items():

@@ -206,7 +206,14 @@ def test_permissions_and_owners_of_a_tar_are_ignored(workdir, serve):
 
 
 def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
-    """Write a zip file whose headers state a wrong size for its only member."""
+    """Write a zip file whose headers state a wrong size for its only member.
+
+    Args:
+        path: Path of the zip file.
+        name: Name of the member.
+        packed: Content of the member, compressed by deflate.
+        claimed: Size in bytes that the headers state for the unpacked member.
+    """
     about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), claimed, len(name), 0)
     content = b"PK\3\4" + about + name.encode() + packed
     index = b"PK\1\2" + struct.pack("<H", 20) + about + struct.pack("<HHHLL", 0, 0, 0, 0, 0)

@@ -31,7 +31,7 @@ def truncate_rank(matrix: Tensor, rank: int) -> Tensor:
 
 
 def draw_noise(seed: int, count: int) -> list[Tensor]:
-    """Draw random matrices with normal entries of variance 1 / dim.
+    """Draw `count` random square matrices with normal entries of variance 1 / dim.
 
     The papers on initialisers call such a matrix Z.
     """

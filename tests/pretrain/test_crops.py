@@ -73,7 +73,10 @@ GPU = [
 
 
 def draw_params(crops, *, images, views=10) -> AugmentationParams:
-    """Draw the augmentation parameters of all views. The views of an image are consecutive."""
+    """Draw the augmentation parameters of `views` views for each of `images` images.
+
+    In the result, the views of an image are consecutive.
+    """
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, params = crops.draw(generators, np.full((images, 2), 99))

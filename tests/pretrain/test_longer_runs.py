@@ -215,7 +215,13 @@ def test_only_plain_resume_starts_a_missing_run(workdir, capsys):
 
 
 def change_state(out, removed=(), added=None):
-    """Add keys to, or remove keys from, the configuration in the saved training state of a run."""
+    """Change the configuration in the saved state of a run, as if another version had written it.
+
+    Args:
+        out: The run folder.
+        removed: Keys to remove, such as "train.repeats".
+        added: Keys to add, with their values. A dictionary is merged into an existing one.
+    """
     state = state_of(out)
     configuration = state["configuration"]
     for key in removed:

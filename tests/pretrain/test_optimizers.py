@@ -250,7 +250,8 @@ def has_gradient(index: int, step: int) -> bool:
 def optimise(optimizer: SOAP, parameters: Sequence[nn.Parameter], noise: Sequence, at=0) -> None:
     """Take one optimizer step for each item of `noise`.
 
-    The gradient of a parameter is its noise plus 0.3 times the parameter.
+    The gradient of a parameter is its noise plus 0.3 times the parameter. `at` is the number of the
+    first step.
     """
     for step, gradients in enumerate(noise, start=at):
         optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"] = schedule(step)

@@ -48,7 +48,10 @@ def vit(seed: int = 0, **changes: Any) -> Any:
 
 
 def small_timm(name: str, **changes: Any) -> Encoder:
-    """Return a timm Vision Transformer with two blocks and random weights."""
+    """Return a timm Vision Transformer with two blocks and random weights.
+
+    `changes` are further arguments of `timm.create_model`.
+    """
     torch.manual_seed(0)
     model = timm.create_model(
         name, num_classes=0, depth=2, embed_dim=24, num_heads=3, dynamic_img_size=True, **changes

@@ -39,7 +39,10 @@ def scores(
 
 
 def wave(*shape: int, step: float) -> Tensor:
-    """Return a tensor of sine values, which programs in other languages can reproduce."""
+    """Return a tensor with the values sin(0), sin(step), sin(2 * step) and so on.
+
+    Programs in other languages can reproduce these values.
+    """
     return (torch.arange(math.prod(shape), dtype=torch.float64) * step).sin().view(shape)
 
 

@@ -40,7 +40,10 @@ def dense_solution(features, *, weighted=False, tau=TAU):
 
 
 def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
-    """Return noisy tokens around a few random directions. Their similarity graph is connected."""
+    """Return tokens around `num_clouds` random centres, whose similarity graph is connected.
+
+    The noise around the centres has the standard deviation `spread`. Tokens have `dim` channels.
+    """
     generator = np.random.default_rng(seed)
     centers = generator.standard_normal((num_clouds, dim))
     members = generator.integers(num_clouds, size=num_tokens)

@@ -36,7 +36,9 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a block on random tokens. Return a `BlockRecord` with its input, output and parts.
+    """Run a block on the tokens `x`, or on random tokens. Return a `BlockRecord`.
+
+    The record contains the input, the output and the parts of the block.
 
     Query and key weights are multiplied by `sharpness`. This sharpens the attention, so that the
     term E of the Jacobian (the derivative of the attention weights) is large.
@@ -72,6 +74,8 @@ def test_jacobians_agree_with_finite_differences(config):
 
 def kronecker_terms(one):
     """Compute the two terms of the Jacobian of a block's attention, B and E, with loops.
+
+    `one` is the `BlockRecord` of the block, as `block_pass` returns it.
 
     B treats the attention weights as constant, and E contains their derivative. As in the paper,
     matrices are flattened column by column.

@@ -34,7 +34,10 @@ def make_labels(pixels_per_patch, ignored=0.2):
 
 
 def compute_with_autograd(logits, labels, mode):
-    """Compute the loss and the gradient of each head by autograd, from upsampled logits."""
+    """Compute the loss and the gradient of each head by autograd, from upsampled logits.
+
+    The logits are upsampled to the size of the labels, with the interpolation `mode`.
+    """
     logits = logits.clone().requires_grad_()
     losses = []
     for head in logits:

@@ -331,7 +331,10 @@ def test_checkpoints_of_the_same_name_do_not_share_features(workdir):
 def run_tokencut(
     out: str, *settings: str, layers: str = "0,1", overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run TokenCut with all of its presets. Return the stored values, logs and figures."""
+    """Run TokenCut with all of its presets. Return the stored values, logs and figures.
+
+    `settings` are config overrides. If `overwrite` is true, existing results are computed again.
+    """
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))
     options = {"layers": layers, "device": torch.device("cpu"), "overwrite": overwrite}

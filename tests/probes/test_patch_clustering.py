@@ -74,7 +74,8 @@ def cluster_pixels(context, layer):
 def best_of_all_matchings(guess, truth, clusters):
     """Return the highest accuracy (%) that an assignment of clusters to classes reaches.
 
-    All assignments are tried. Also return the mean IoU (%) of the best assignment.
+    All assignments are tried. Also return the mean IoU (%) of the best assignment. `guess` and
+    `truth` contain the cluster and the true class of each pixel.
     """
     best = (-1.0, 0.0)
     for names in itertools.permutations(range(clusters), 4):

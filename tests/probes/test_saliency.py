@@ -27,7 +27,10 @@ PATCH = 8
 
 
 def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path:
-    """Write noise images with a bright square, and masks that show parts of the square."""
+    """Write noise images with a bright square, and masks that show parts of the square.
+
+    There is one image for each (height, width) in `sizes`.
+    """
     for folder in ("images/val", "masks/val"):
         (root / folder).mkdir(parents=True)
     for number, size in enumerate(sizes):

@@ -168,7 +168,10 @@ def test_a_resumed_run_reads_only_images_without_results(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
 
     def run(layers=(0, 2), seed=0, damaged="", stamp="f00d", **options):
-        """Run TokenCut. Return its scores and the sorted ids of the images that it has read."""
+        """Run TokenCut on `Pictures`. Return its scores and the sorted ids of the images it reads.
+
+        The image with the id `damaged` cannot be read. `stamp` is the dataset's fingerprint.
+        """
         pictures = Pictures(boxes, damaged, stamp)
         probe_context = context(tmp_path, pictures, layers, tiny_encoder(seed))
         return list(TokenCut(panels=0, **options).run(probe_context)), sorted(pictures.read)

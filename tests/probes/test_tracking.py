@@ -95,7 +95,10 @@ def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndar
 
 
 def resize_nearest(numbers: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resize a mask with Pillow, as the official code does. Other libraries round differently."""
+    """Resize a mask to `size` (height, width) with Pillow, as the official code does.
+
+    Other libraries round differently.
+    """
     return np.array(Image.fromarray(numbers).resize(size[::-1], Image.Resampling.NEAREST))
 
 

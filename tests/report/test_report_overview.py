@@ -509,7 +509,10 @@ def test_figure_rows_prefer_datasets_with_more_checkpoints_and_blocks(tmp_path):
     first, second = list_checkpoints([cell(), skipless()])
 
     def describe_strips(own: list[Gallery], *others: Gallery) -> list[tuple[str, ...]]:
-        """Return the task, dataset and checkpoint of each row of figures on the overview page."""
+        """Return the task, dataset and checkpoint of each row of figures on the overview page.
+
+        `own` has the figures of the first checkpoint, and `others` the figures of the second.
+        """
         galleries = {first.encoder_id: own, second.encoder_id: list(others)}
         return [
             (strip.title.split()[0], strip.title.split()[2], strip.checkpoint.name)

@@ -51,7 +51,10 @@ def compare(store, shas="ad"):
 
 
 def difference(first, second, metric="corloc"):
-    """Return the table row that compares two encoders, given the per-image values of each."""
+    """Return the table row that compares two encoders.
+
+    `first` and `second` are the per-image values of the encoders.
+    """
     curve = ImageCurve(metric, {})
     return subtract("0", *(PairedScore(curve.estimate(v), (0,)) for v in (first, second)))
 

@@ -19,7 +19,10 @@ OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
-    """Return the record on corrupted images that corresponds to a record on clean images."""
+    """Return the record on corrupted images that corresponds to a record on clean images.
+
+    The corruption has the given name and severity. `changes` replaces fields such as the value.
+    """
     corruption = {"name": name, "severity": severity, "dataset": record.dataset}
     corruption["fingerprint"] = record.dataset_fingerprint
     return replace(
