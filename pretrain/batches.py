@@ -48,6 +48,9 @@ Samples = ImageSet | Sequence[Sample]
 class BatchChunks(Dataset[Any]):
     """A dataset whose items are chunks: the crops of a whole micro-batch, or of a part of it.
 
+    The processes of torchrun share each batch equally. A process divides its share into
+    micro-batches and averages their gradients.
+
     Item n is chunk n, counted from 0 in the order in which this process trains. Step s begins with
     micro-batch s * `num_micro_batches`, and micro-batch m begins with chunk m * `num_chunks`. The
     crops of an image do not depend on the sizes of batches, micro-batches and chunks.
@@ -71,7 +74,7 @@ class BatchChunks(Dataset[Any]):
         batch_size: Number of images in an optimizer step, over all processes. Each repeat of an
             image counts.
         seed: Seed of the run.
-        num_micro_batches: Number of micro-batches of each process in a step.
+        num_micro_batches: Number of micro-batches that each process computes in a step.
         rank: Rank of this process.
         num_ranks: Number of processes that share a batch.
         repeats: Number of times that an image occurs in an epoch, each time with other crops. The
@@ -124,11 +127,14 @@ class BatchChunks(Dataset[Any]):
         return ChunkWithReplacements(crops, left_out) if left_out else crops
 
     def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
-        """Return the keys of the images to crop for one micro-batch of this process.
+        """Return the images to crop for one micro-batch of this process, as (epoch, index, repeat).
 
         A batch consists of the first micro-batch of every rank (process), then the second
         micro-batch of every rank, and so on. The images of the whole batch do not depend on the
         number of ranks and micro-batches.
+
+        Args:
+            micro_batch: Number of the micro-batch, counted from 0 at the start of the run.
         """
         step, number = divmod(micro_batch, self.num_micro_batches)
         epoch, batch = divmod(step, self.steps_per_epoch)
@@ -140,7 +146,7 @@ class BatchChunks(Dataset[Any]):
         return [SampleKey(epoch, int(order[place]), repeat) for place, repeat in places]
 
     def mark_used_images(self, num_steps: int) -> Bool[np.ndarray, " images"]:
-        """Return for each image whether the first `num_steps` steps of any process train on it."""
+        """Return for each image whether any process trains on it in the first `num_steps` steps."""
         is_used = np.zeros(len(self.images), bool)
         for epoch in range(-(-num_steps // self.steps_per_epoch)):
             steps = min(num_steps - epoch * self.steps_per_epoch, self.steps_per_epoch)
@@ -180,7 +186,7 @@ class ChunkWithReplacements(NamedTuple):
 def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
     """Return the indices of all images in the random order in which an epoch uses them.
 
-    An epoch has only complete batches, so it may leave out the last images of this order.
+    An epoch consists of complete batches only, so it may leave out the last images of this order.
     """
     return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
 
@@ -192,6 +198,13 @@ def make_sample_generator(
 
     An image has other crops in each epoch, and in each of its repeats within an epoch. They do not
     depend on the batch, the process or the data worker that crops the image.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Number of the epoch, from 0.
+        index: Index of the image in the dataset.
+        repeat: Number of earlier uses of this image in the same epoch. With repeated augmentation,
+            an epoch uses an image several times.
     """
     key = (_SAMPLE, seed, epoch, index)
     # The first repeat has the same crops as in a run without repeats.
@@ -199,13 +212,24 @@ def make_sample_generator(
 
 
 def derive_step_seed(seed: int, step: int, rank: int) -> int:
-    """Return the seed of PyTorch's random generators for one step of one process."""
+    """Return the seed of PyTorch's random generators for one step of one process.
+
+    It depends only on the arguments, so a resumed run draws the same numbers as an uninterrupted
+    one.
+
+    Args:
+        seed: Seed of the run.
+        step: Number of the optimizer step, from 0.
+        rank: Rank of the process.
+    """
     (state,) = np.random.SeedSequence((_STEP, seed, step, rank)).generate_state(1, np.uint64)
     return int(state)
 
 
 def decode_images(images: Samples, *, skip: bool = False) -> list[Sample]:
     """Decode all images once, so that data workers can share the decoded images in memory.
+
+    The returned samples contain images and labels, but no masks or boxes.
 
     Args:
         images: Training images.
@@ -253,7 +277,7 @@ class WorkerPlan:
     free_bytes: int | None = None
 
     def __str__(self) -> str:
-        """Describe the plan in one line."""
+        """Describe the data workers and their use of shared memory in one line, for a message."""
         processes = f" for each of {local_world_size()} processes" if local_world_size() > 1 else ""
         line = f"data workers: {self.num_workers}{processes}, up to "
         line += f"{self.shared_bytes / _GIB:.2g} GiB of shared memory"
@@ -276,7 +300,7 @@ def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> Wo
 
     Args:
         batches: Dataset in which each micro-batch is one chunk (`num_chunks` = 1).
-        num_requested: Number of data workers that this process requests.
+        num_requested: Number of data workers to use if shared memory is large enough.
         max_gib: Limit of shared memory in GiB, for all processes of this machine together.
     """
     if not num_requested:
@@ -287,7 +311,7 @@ def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> Wo
     else:
         free = None
     budget = max_bytes // local_world_size()
-    # The crops of a blank image are as large as those of any other image.
+    # The crops of a blank image need as much memory as the crops of any other image.
     blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
     tensors = list(_iterate_tensors(batches.cut([blank], [np.random.default_rng(0)])))
     image_bytes, padding = sum(tensor.nbytes for tensor in tensors), _PAGE * len(tensors)
@@ -325,7 +349,7 @@ def load_chunks(
     is a `MachineError`. Closing the generator ends all data workers.
 
     Args:
-        batches: The dataset. Its `num_chunks` is replaced by that of `workers`.
+        batches: The dataset. `workers.num_chunks` replaces its own `num_chunks`.
         workers: Number of data workers, and number of chunks (parts) of each micro-batch.
         micro_batches: Numbers of the micro-batches, counted from the start of the run.
         device: Device of this process. For CUDA devices, tensors are copied to pinned memory.
@@ -388,8 +412,11 @@ def _postpone_worker_deaths() -> Generator[None]:
 def _ignore_stop_signals(worker: int) -> None:
     """Keep a data worker alive when a signal stops the whole process group.
 
-    A data worker ignores only the first SIGTERM, so that the training process can end a worker that
-    hangs with a second one.
+    The worker can still deliver the crops of the last step. It ignores only the first SIGTERM. If
+    it hangs, the training process ends it with a second SIGTERM.
+
+    Args:
+        worker: Number of the data worker, which is not used.
     """
     del worker
     for name in (*STOP_SIGNALS, "SIGINT"):

@@ -5,7 +5,7 @@ Each checkpoint is written in this order:
 1. `state.new.pt`: the training state, under a temporary name until it is complete.
 2. `state.pt.sha256`: the SHA-256 of the new state and of the current one.
 3. `state.pt` is renamed to `state.previous.pt`, and `state.new.pt` to `state.pt`.
-4. `last.safetensors`: the encoder, and its SHA-256 in a file beside it.
+4. `last.safetensors`: the encoder. `last.safetensors.sha256` contains its SHA-256.
 
 Each file appears complete or not at all, so at least one usable state remains if the process is
 killed or the disk is full. If the process is killed before step 2, this is the old `state.pt`. If
@@ -55,7 +55,9 @@ _START_AGAIN = ("--overwrite", "or", "--out", "{folder}")
 
 
 class Saver:
-    """A background thread that writes training states and encoders, one file after the other.
+    """A background thread that writes the checkpoints of a run while training continues.
+
+    It writes one file after the other: training states (all that a resumed run needs) and encoders.
 
     A process that exits waits for this thread, because torch aborts the process if a thread is
     stopped while it runs torch code.
@@ -75,12 +77,12 @@ class Saver:
     ) -> None:
         """Copy a training state to CPU memory, and let the thread save it and the encoder.
 
-        They replace the saved state and encoder. The caller waits for the copy, but not for the
-        disk. A state whose weights are not finite is not written, because it would replace the last
-        usable state.
+        The new files replace the last saved state and encoder. The caller waits for the copy, but
+        not for the disk. A state whose weights are not finite is not written, because it would
+        replace the last usable state.
 
         Args:
-            state: State of the run. Its "learner" contains the weights.
+            state: State of the run. `state["learner"]` contains the weights of all networks.
             encoder: A copy of the encoder in host memory, as `copy_to_host` returns it.
             metadata: Metadata of the encoder's file.
             say: Function that prints a message. The thread calls it.
@@ -103,9 +105,9 @@ class Saver:
         metadata: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """Save the encoder after an epoch, to a file such as `epoch0100.safetensors`.
+        """Save the encoder after an epoch to its own file, such as `epoch0100.safetensors`.
 
-        The background thread of this object writes the file.
+        The background thread writes the file. Later epochs do not replace it.
 
         Args:
             epoch: Number of epochs that the run has completed.
@@ -122,17 +124,21 @@ class Saver:
         self.submit(name, work)
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
-        """Queue the function `work`, which the thread calls after all earlier jobs.
+        """Queue a job for the background thread, which runs jobs one after the other.
 
         A job of the same name that has not started is cancelled. If the disk is slow, only the
-        newest of several waiting states is therefore written. `work` may only use data that the
-        training loop does not change.
+        newest of several waiting states is therefore written.
+
+        Args:
+            name: Name of the file that the job writes.
+            work: Function that writes the file. It may only use data that the training loop does
+                not change.
         """
         others = [(n, job) for n, job in self._jobs if n != name or not job.cancel()]
         self._jobs = [*others, (name, self._thread.submit(work))]
 
     def check(self) -> None:
-        """Raise the error of a job that has failed since the last call, if there is one."""
+        """Raise the error that occurred while the thread wrote a file, if there is one."""
         finished = [job for _, job in self._jobs if job.done()]
         self._jobs = [(name, job) for name, job in self._jobs if job not in finished]
         for error in (job.exception() for job in finished):
@@ -140,14 +146,15 @@ class Saver:
                 raise error
 
     def wait(self) -> None:
-        """Wait until all files are written, and raise the error of a job that has failed."""
+        """Wait until all queued files are written. Raise the error of a failed write, if any."""
         futures.wait([job for _, job in self._jobs])
         self.check()
 
     def close(self) -> None:
-        """Wait until all files are written.
+        """Wait until all queued files are written, and end the background thread.
 
-        After Ctrl-C, only the file that is being written is completed. Waiting jobs are cancelled.
+        If Ctrl-C is pressed meanwhile, only the file that is being written is completed. The files
+        that still wait are not written.
         """
         try:
             self._thread.shutdown()
@@ -192,7 +199,7 @@ def copy_to_host(value: T, tensors: Iterable[Tensor] | None = None) -> T:
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Save the training state of a run as `state.pt`.
 
-    An existing `state.pt` is renamed to `state.previous.pt`, which it replaces.
+    An existing `state.pt` is renamed to `state.previous.pt`. An older `state.previous.pt` is lost.
 
     Args:
         folder: The run folder.
@@ -236,8 +243,8 @@ def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path
     state is complete if it matches the checksums that torch has stored in it.
 
     Raises:
-        CheckpointError: No state is complete, or the newest complete state has another format.
-            Reading a key that the returned state lacks also raises this error.
+        CheckpointError: No state is complete, or the newest complete state has another format. The
+            returned dictionary also raises this error when the caller reads a missing key.
     """
     problems, digests = [], {digest for digest, _ in read_digests(folder / _DIGESTS)}
     for path in (folder / name for name in _CANDIDATES):
@@ -302,9 +309,9 @@ class _State(dict[str, Any]):
 
 
 def unusable_state_error(path: Path, problem: str) -> CheckpointError:
-    """Return the error for a training state from which no run can continue.
+    """Return the error for a saved training state that cannot be used to resume a run.
 
-    The message is the path, followed by `problem`, such as "lacks 'step'".
+    The message begins with the path and `problem`, such as "lacks 'step'".
     """
     return CheckpointError(
         f"{path} {problem}. Use the version of ssl-bench that wrote it, or start a new run without "
@@ -314,12 +321,13 @@ def unusable_state_error(path: Path, problem: str) -> CheckpointError:
 
 
 def prepare_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    """Prepare a run folder: delete temporary files and, with `overwrite`, the previous run.
+    """Prepare a run folder: delete temporary files and, if `overwrite` is true, the previous run.
 
     Args:
         folder: The run folder.
-        resume: Whether the run in the folder is continued. It is then not deleted.
-        overwrite: Whether the run in the folder is deleted.
+        resume: Whether the run in the folder is continued. Its files are then kept, even if
+            `overwrite` is true.
+        overwrite: Whether the files of the run in the folder are deleted.
 
     Raises:
         ConfigurationError: The folder contains a run, and neither `resume` nor `overwrite` is true.

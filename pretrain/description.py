@@ -37,7 +37,7 @@ LENGTH_KEYS = ("train.epochs", "train.max_steps")
 
 
 def describe(component: Any) -> Any:
-    """Convert a component of a run, such as its optimizer, to nested dictionaries and lists.
+    """Convert a run or a component of it, such as its optimizer, to nested dictionaries and lists.
 
     A dataclass becomes a dictionary whose key `_target_` contains the module and the name of the
     class, such as "pretrain.optimizers.recipes.AdamW". Strings and numbers stay unchanged.
@@ -55,9 +55,9 @@ def describe(component: Any) -> Any:
 def update_description(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
     """Update the description of a run component that an older version of ssl-bench wrote.
 
-    A missing field gets its default, because older versions behaved like the default. If a class
-    has moved to another module, or a field of an encoder has another name, this is updated, too.
-    The description of a component that now has another class stays unchanged.
+    A missing field gets its default, because older versions behaved like the default. The new names
+    of moved classes and of renamed encoder fields replace the old ones. If the component now has
+    another class, its description stays unchanged.
 
     Args:
         older: Description of the component, as `describe` returned it in an older version.
@@ -80,7 +80,7 @@ def update_description(older: Mapping[str, Any], component: Any) -> dict[str, An
     try:
         return describe(type(component).from_dict(values))
     except ConfigurationError:
-        # An unknown key is kept, so that `find_differences` names it.
+        # An unknown key stays in the description, so that `find_differences` reports it.
         return updated
 
 
@@ -89,9 +89,10 @@ def _get_target(component: Any) -> str:
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare two descriptions of a run. Return the changed settings that affect the weights.
+    """Compare a saved and a current description of a run. Return the settings that have changed.
 
-    A changed setting is a string such as "train.seed: 3 -> 4".
+    Settings that do not affect the weights are ignored. A changed setting is a string such as
+    "train.seed: 3 -> 4".
     """
     old, new = _flatten(before), _flatten(now)
     return [

@@ -37,8 +37,8 @@ class LostProcess(MachineError):
 class TrainingRanks:
     """The processes that train together and share every batch, as seen from this process.
 
-    Each process has its own device. An error inside `fail_together` ends all processes, so that no
-    process waits for a process that has already ended.
+    Each process has its own device. If a process raises an error inside `fail_together`, all
+    processes raise an error. Otherwise they would wait forever for the process that has ended.
 
     Attributes:
         device: Device of this process.
@@ -81,8 +81,9 @@ class TrainingRanks:
         """Raise an error in all processes if at least one process calls this with an error.
 
         All processes must call this method the same number of times. If there are several
-        processes, the raised error has `is_raised_on_all_ranks = True`. All processes then have the
-        same error, so an error with this attribute is raised again without communication.
+        processes, the raised error has `is_raised_on_all_ranks = True`. If it is passed to this
+        method again, it is raised without communication, because every process already has an
+        error. This also holds for a `LostProcess`, because communication is no longer possible.
 
         Args:
             error: Error of this process, or None.
@@ -201,7 +202,10 @@ def _explain_lost_process() -> Generator[None]:
 
 
 def lost_process_error(error: RuntimeError) -> LostProcess:
-    """Return the error for a lost connection, with the first sentence of torch's error."""
+    """Return the error for a lost connection to another process.
+
+    Its message contains the first sentence of torch's error.
+    """
     reason = str(error).strip().partition("\n")[0].partition(". ")[0]
     # Without a saved state, `--resume` starts the run again.
     return LostProcess(

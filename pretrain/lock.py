@@ -64,7 +64,7 @@ def lock_folder(folder: Path) -> Generator[None]:
 
 
 def _acquire_lock(path: Path) -> int:
-    """Lock a file, write a description of this process into it, and return its descriptor."""
+    """Lock a file, write a description of this process into it, and return its file descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o664)
         try:

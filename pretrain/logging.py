@@ -112,10 +112,13 @@ class StepReporter:
         self._pending.append((dict(row), list(metrics), values, arrival))
 
     def write_rows(self, *, everything: bool = False) -> None:
-        """Write the queued rows whose metrics have arrived. Update `should_stop` and `should_save`.
+        """Write queued rows to the log, and update `should_stop` and `should_save`.
+
+        On a GPU, the row of the newest step stays in the queue, because its metrics may still be
+        computed.
 
         Args:
-            everything: Write all queued rows. On a GPU, this waits for the last step.
+            everything: Write all queued rows. On a GPU, this waits for the newest step.
 
         Raises:
             ConfigurationError: The run no longer learns.
@@ -136,9 +139,14 @@ class StepReporter:
             self._require_learning(row)
 
     def _require_learning(self, row: Mapping[str, Any]) -> None:
-        """Raise a ConfigurationError after too many consecutive bad steps.
+        """Raise a ConfigurationError after too many consecutive steps of one of these two kinds.
 
-        A step is bad if its loss or gradient is not finite, or if `diagnose` returns an error.
+        - The loss or the gradient is not finite (`train.non_finite_patience`).
+        - After the warm-up, the objective reports that the run does not learn
+          (`train.collapse_patience`).
+
+        Args:
+            row: Row of the log for the last step.
         """
         options = self._options
         if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):

@@ -29,8 +29,8 @@ def out_of_memory_error(
     Args:
         reason: Message of torch's error.
         step: Number of the step that ran out of memory, from 0.
-        plan: The run.
-        trainer: The trainer of the run.
+        plan: The configuration of the run.
+        trainer: The trainer of the run, which has the networks and the optimizer.
         has_state: Whether the run folder contains a saved state, which must not be overwritten.
     """
     crops, options, ranks = plan.objective.crops, plan.train, trainer.ranks

@@ -54,7 +54,7 @@ from ssl_bench.system.process import count_usable_cores, provenance_fields
 
 KNN = "knn_top1"
 _MAX_THREADS = 16
-# Settings that a record does not contain, because they are paths.
+# Settings that a result record does not contain, because they are paths on this machine.
 _LOCATIONS = frozenset({"data", "monitor", "init_from"})
 
 
@@ -150,7 +150,8 @@ class Monitor:
         try:
             all_val, all_train = dataset.val(), dataset.train()
         except DataError as error:
-            # The error names the keys of a dataset. The monitor has keys of the same names.
+            # The error recommends keys such as `dataset.train_split`. The monitor has keys with the
+            # same names.
             raise DataError(
                 str(error).replace("dataset.", "monitor."),
                 hint=[word.replace("dataset.", "monitor.") for word in error.hint],
@@ -369,7 +370,12 @@ class Evaluator(PeriodicEvaluation):
     def _compute_outputs(
         self, images: ImageSet, compute: Callable[[Images], Tensor]
     ) -> LabelledFeatures:
-        """Apply `compute` to the central crop of each image. Return the outputs and the labels."""
+        """Apply a network to the central crop of each image. Return the outputs and the labels.
+
+        Args:
+            images: Labelled images.
+            compute: Function from a batch of normalised crops to one vector for each crop.
+        """
         device = next(self.learner.parameters()).device
         size, crop_share = self.learner.encoder.config.image_size, self.options.crop_share
 
@@ -411,7 +417,7 @@ def rank_true_classes(
 
 
 def _compute_percentage(is_correct: Bool[Tensor, " images"] | None) -> float:
-    """Return the percentage of values that are true, or NaN if `is_correct` is None."""
+    """Return the percentage of images that are correct, or NaN if `is_correct` is None."""
     return math.nan if is_correct is None else 100 * to_float64(is_correct).mean().item()
 
 

@@ -100,7 +100,7 @@ class Pretraining:
     def outline(
         self, out: Path, *, may_exist: bool = False, device: torch.device | str | None = None
     ) -> list[str]:
-        """Describe the run in a few lines for `--dry-run`. Nothing is computed or written.
+        """Describe the run in a few lines for `--dry-run`, without training or writing files.
 
         Args:
             out: Folder of the run.
@@ -146,16 +146,16 @@ class Pretraining:
     ) -> Path:
         """Train the encoder, and save encoder, configuration, log and training state in `out`.
 
-        If torchrun has started several processes, they divide every batch among themselves and end
-        together.
+        If torchrun has started several processes, they divide every batch among themselves. If one
+        of them fails, all of them end.
 
         Args:
             out: Folder of the run.
             resume: Continue the run in `out`, or start a run if there is none.
             must_resume: Continue the run in `out`, which must exist.
             extend: Continue the run in `out`, which must exist, with more `train.epochs` or
-                `train.max_steps`. From then on, the schedules are those of a run with the new
-                length.
+                `train.max_steps`. From then on, the schedules have the values of a run that was
+                planned with the new length.
             overwrite: Delete the run in `out`.
             device: Device to train on. The default is a GPU if there is one.
             config: Content of `config.yaml`. By default, it is this object, converted to

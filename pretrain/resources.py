@@ -75,7 +75,7 @@ def _count_convolution_backward(
     """Count the FLOPs of a convolution's backward pass, given the shapes of its arguments.
 
     The gradient of the images and the gradient of the filters each cost as much as the forward
-    pass.
+    pass. The last argument of the convolution states which of them are required.
     """
     is_required: Sequence[bool] = more[-1]
     positions = gradient[0] * prod(gradient[2:])
@@ -86,7 +86,7 @@ def _count_convolution_backward(
 def measure_product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure how fast this device computes a large matrix product, in FLOP/s.
 
-    The result is that of the fastest of three rounds.
+    The products are timed in three rounds, and the fastest round counts.
     """
     side = _LARGE_SIDE if device.type == "cuda" else _SMALL_SIDE
     generator = torch.Generator(device).manual_seed(0)

@@ -61,7 +61,14 @@ class Progress:
     def state(
         self, description: Mapping[str, Any], images: ImageSet, batches: BatchChunks, processes: int
     ) -> dict[str, Any]:
-        """Return everything that `state.pt` contains except the networks and the optimizer."""
+        """Return everything that `state.pt` contains except the networks and the optimizer.
+
+        Args:
+            description: Settings of the run, as `describe_run` returns them.
+            images: Training images of the run.
+            batches: Batches of the run, which determine the images that its steps have used.
+            processes: Number of processes that train together.
+        """
         return {
             "step": self.step,
             "configuration": description,
@@ -204,7 +211,8 @@ def _digest_used_images(
 ) -> str:
     """Return a SHA-256 of the files of all images that the first `step` steps have used.
 
-    `never_used` contains the indices of unreadable images, which other images have replaced.
+    The images with the indices in `never_used` do not count. They could not be read, so other
+    images replaced them.
     """
     is_used = batches.mark_used_images(step)
     is_used[[*never_used]] = False

@@ -182,8 +182,7 @@ def count_phase_steps(description: Mapping[str, Any], timeline: Timeline) -> dic
         timeline: Planned length of the run.
 
     Returns:
-        A dictionary from the last part of the phase's config key, such as "warmup_epochs", to the
-        length.
+        The lengths by name. A name is the last part of the config key, such as "warmup_epochs".
 
     Raises:
         ConfigurationError: A phase is longer than the run.

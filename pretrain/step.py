@@ -214,7 +214,7 @@ class Trainer:
             group["weight_decay"] = self.weight_decay(step)
 
     def _accumulate_gradients(self, step: int, micro_batches: Iterable[Views]) -> dict[str, Tensor]:
-        """Add up the gradients of all micro-batches, so that they are those of the mean loss.
+        """Add the gradients of the mean loss over all micro-batches to `Tensor.grad`.
 
         Returns:
             The loss and the other metrics for the log, averaged over the micro-batches.
@@ -234,9 +234,9 @@ class Trainer:
     def _compute_gradients(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> dict[str, Tensor]:
-        """Add the gradients of one micro-batch to `Tensor.grad`.
+        """Add the gradients of one micro-batch to `Tensor.grad`. Return its metrics for the log.
 
-        Return the loss and the other metrics of the micro-batch, which are logged.
+        The loss is divided by the number of micro-batches before its gradient is computed.
         """
         with autocast(self.ranks.device, self._dtype):
             loss, report = self.learner.loss(network, views, step)
@@ -257,7 +257,7 @@ class Trainer:
 
 @contextmanager
 def use_deterministic_operations(is_required: bool) -> Generator[None]:
-    """If required, allow only operations with bitwise reproducible results inside a `with` block.
+    """Allow only operations with bitwise reproducible results inside a `with` block, if required.
 
     Two runs then give bitwise identical results on devices of the same kind with the same version
     of torch. On CPUs this also holds without the function.

@@ -24,7 +24,7 @@ class TensorBoardLog:
         self._writer = require_tensorboard()(str(folder), purge_step=last_step + 1)
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Add the metrics of one step to the curves in TensorBoard."""
+        """Add the metrics of one step, a row of the log, to the curves in TensorBoard."""
         for name, value in row.items():
             if name != "step":
                 self._writer.add_scalar(name, value, row["step"])
@@ -80,7 +80,7 @@ class WandbLog:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Send the metrics of one step to Weights & Biases."""
+        """Send the metrics of one step, a row of the log, to Weights & Biases."""
         self._run.log(dict(row))
 
     def close(self) -> None:

@@ -307,8 +307,8 @@ class Run:
     def _read_micro_batches(self) -> Generator[Any, None, None]:
         """Yield the cropped images of each remaining micro-batch.
 
-        If any process has an error, also one that `_postpone_errors` stored, all processes raise it
-        here. Closing the generator ends the data workers.
+        If any process has an error, including one that `_postpone_errors` stored, all processes
+        raise an error here. Closing the generator ends the data workers.
         """
         per_step, device = self.plan.train.accumulation, self.ranks.device
         remaining = range(self.progress.step * per_step, self.timeline.total_steps * per_step)
@@ -406,10 +406,10 @@ class Run:
             self._error = self._error or error
 
     def _run_monitor(self) -> Mapping[str, float]:
-        """Evaluate the encoder if this is due after this step, and return the metrics.
+        """Evaluate the encoder if an evaluation is due after this step, and return the metrics.
 
-        Only the process of rank 0 evaluates it. The mapping is empty in other processes, or if
-        nothing is due.
+        Only the process of rank 0 evaluates it. The mapping is empty in other processes, or if no
+        evaluation is due.
         """
         if self.observer is None or not self.ranks.is_main:
             return {}
@@ -447,9 +447,9 @@ class Run:
         )
 
     def _keep_encoder(self) -> None:
-        """Save the encoder to a separate file if the epoch that has just ended is to be kept.
+        """Save the encoder to its own file after the epochs that the user has selected.
 
-        `train.keep_epochs` and `train.keep_every` select these epochs.
+        The options `train.keep_epochs` and `train.keep_every` select these epochs.
         """
         if self.saver is None:
             return
@@ -460,7 +460,9 @@ class Run:
             self.saver.keep(epoch, *self._copy_encoder(), self.log.say)
 
     def _save(self, *, wait: bool = False) -> None:
-        """Save the training state and the encoder, unless the log shows that training has diverged.
+        """Save the training state and the encoder.
+
+        If the log shows that training has diverged, raise a ConfigurationError instead.
 
         All processes must call this method together, because they exchange which unreadable images
         they have left out. The process of rank 0 copies the state to host memory and lets a thread
@@ -499,7 +501,7 @@ class Run:
             self._reported_left_out |= left_out
 
     def _copy_encoder(self) -> tuple[EncoderModule, dict[str, str]]:
-        """Return a copy of the encoder in host memory, and the metadata of its file."""
+        """Return a copy of the encoder in CPU memory, and the metadata of its file."""
         epoch = self.progress.step / self.timeline.steps_per_epoch
         metadata = {"step": str(self.progress.step), "epoch": f"{epoch:.2f}"}
         metadata |= normalization_metadata(self.plan.data.normalization)

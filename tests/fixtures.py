@@ -19,14 +19,15 @@ from tests.support.web import WebServer
 
 cache_flop_counts()
 torch.set_num_threads(1)
-# The files of a test need not survive a power failure, and waiting for the disk takes long.
+# Tests do not wait until files are on the disk, because this takes long. Their files need not
+# survive a power failure.
 os.fsync = lambda _: None
-# Garbage collection need not visit the objects of imported packages, which are never freed.
+# Collect garbage less often, because most objects belong to imported packages and are never freed.
 gc.set_threshold(20_000, 20, 20)
 
 
-# A backward pass of meta tensors starts autograd threads, after which a forked process cannot
-# train. Therefore this file runs last.
+# This file runs last. Its backward pass of meta tensors starts autograd threads, and a process that
+# is forked afterwards cannot train.
 LAST = "test_graphs.py"
 
 

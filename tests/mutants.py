@@ -84,7 +84,7 @@ class FirstFailure:
 
 
 def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None:
-    """Run tests in the current process, which must be a fork.
+    """Run tests of the checkout `tree` in the current process, which must be a fork.
 
     Send the exit code of pytest and the name of the first failed test through `connection`.
     """
@@ -105,7 +105,7 @@ def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None
 
 
 def find_failure(tree: Path, tests: Sequence[str]) -> str:
-    """Run tests in a copy of the checkout.
+    """Run tests in `tree`, a copy of the checkout.
 
     Return the name of the first failed test or another reason for the failure, or "" if all pass.
     """
@@ -135,8 +135,10 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
     """Plant a fault in a copy of the checkout and run its tests. Return the outcome as text.
 
-    `passing` has the tests that are known to pass without any fault. Further such tests are added
-    to it.
+    Args:
+        fault: The fault.
+        original: A copy of the checkout without any fault.
+        passing: Tests that are known to pass without any fault. Further such tests are added.
     """
     tree = original.with_name(fault.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
@@ -156,7 +158,10 @@ def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
 
 
 def check_faults(faults: Sequence[Fault], original: Path) -> None:
-    """Check faults and print a line for each. Exit with 1 if any fault is not caught by a test."""
+    """Check faults and print a line for each. Exit with 1 if any fault is not caught by a test.
+
+    `original` is a copy of the checkout without any fault.
+    """
     passing: set[str] = set()
     results = []
     for fault in faults:

@@ -137,9 +137,14 @@ def jitter_all(
 ) -> Images:
     """Apply one colour jitter to each view for which `wanted` is true, and return all views.
 
-    `kind` is the kind of jitter for each view, such as the constant HUE. All kinds are computed for
-    all views, and one result is selected for each view. If this function is compiled, it reads the
-    pixels only twice instead of once for each operation.
+    All kinds of jitter are computed for all views, and one result is selected for each view. If
+    this function is compiled, it reads the pixels only twice instead of once for each operation.
+
+    Args:
+        images: Images with values in [0, 1].
+        wanted: Whether each view is changed.
+        kind: Kind of jitter for each view: BRIGHTNESS, CONTRAST, SATURATION or HUE.
+        factor: Strength of the jitter for each view, as in `AugmentationParams`.
     """
     is_hue, wanted = (views[:, None, None, None] for views in (kind == HUE, wanted))
     changed = torch.where(is_hue, shift_hue(images, factor), blend(images, kind, factor))
@@ -174,7 +179,7 @@ def apply_to_views(
 ) -> None:
     """Replace the views for which `wanted` is true by the result of `operation`, in place.
 
-    `operation` receives these views and their row numbers in `images`.
+    `operation` receives two arguments: these views, and their row numbers in `images`.
     """
     rows = wanted.nonzero()[:, 0]
     if len(rows) == len(images):
@@ -188,10 +193,11 @@ def apply_to_views(
 def blend(
     images: Images, kind: Int64[Tensor, " views"], factor: Float32[Tensor, " views"]
 ) -> Images:
-    """Change the brightness, contrast or saturation of each view. `kind` states which of them.
+    """Change the brightness, contrast or saturation of each view.
 
     The result is factor * image + (1 - factor) * other, clipped to [0, 1]. Here, `other` is a black
     image for BRIGHTNESS, the mean grey value for CONTRAST, and the grey image for SATURATION.
+    `kind` contains one of these three constants for each view.
     """
     grey = to_grey(images)
     mean = grey.mean(dim=(2, 3), keepdim=True)
@@ -249,8 +255,8 @@ def _blur_matrix(sigma: Float[Tensor, " views"], size: int) -> Float[Tensor, "vi
     """
     i = torch.arange(size, device=sigma.device, dtype=sigma.dtype)[:, None]
     j = i.T
-    # Pixel j contributes at its own distance, and at the distances of its two mirror images. A
-    # pixel on a border has no mirror image there.
+    # Pixel j contributes with its own distance to pixel i, and with the distances of its two mirror
+    # images. A pixel on a border has no mirror image beyond this border.
     near, far = i + j, 2 * (size - 1) - i - j
     never = torch.inf
     distances = torch.stack(

@@ -34,7 +34,7 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 
-# Number of random numbers for the augmentation of a view, in addition to those for its box.
+# Number of random numbers for the augmentation of a view. Its box needs further random numbers.
 _AUGMENTATION_NUMBERS = 14
 # Side length of the global crops in the official recipe, in pixels.
 _REFERENCE_SIZE = 224
@@ -47,8 +47,11 @@ _PerCrop = Annotated[Sequence[Fraction], ListLength(3, 3)]
 class CropGroup:
     """Crops (views) of equal size for some images, and the parameters of their augmentation.
 
-    The first views of all images come first, then all second views, and so on. The pixels have
-    8 bits per channel.
+    The first views of all images come first, then all second views, and so on.
+
+    Attributes:
+        pixels: 8-bit RGB pixels of the crops.
+        params: Augmentation parameters, with one row for each crop.
     """
 
     pixels: UInt8[Tensor, "views 3 size size"]
@@ -123,7 +126,17 @@ class MultiCrop(ViewMaker):
     def cut(
         self, samples: Samples, generators: Generators, sizes: Sequence[int]
     ) -> tuple[CropGroup, ...]:
-        """Cut the global crops and the local crops of all images, without augmenting them."""
+        """Cut the global crops and the local crops of all images, without augmenting them.
+
+        Args:
+            samples: Images to crop.
+            generators: One random number generator for each image.
+            sizes: Side length of the global crops and, if there are any, of the local crops, in
+                pixels.
+
+        Returns:
+            A group with the global crops and, if there are any, a group with the local crops.
+        """
         images = [image_to_tensor(sample.image) for sample in samples]
         boxes, params = self.draw(generators, np.array([image.shape[:2] for image in images]))
         first_local, groups = 2 * len(images), []
@@ -187,7 +200,11 @@ class MultiCrop(ViewMaker):
     def join(
         self, chunks: Iterable[Sequence[CropGroup]], device: torch.device
     ) -> tuple[CropGroup, ...]:
-        """Copy the results of several calls of `cut` to the device, and join them."""
+        """Copy the results of several calls of `cut` to the device, and join them.
+
+        The crops of all images are then in one group for each crop size, as if `cut` had been
+        called once.
+        """
         copies = [[_copy_group(group, device) for group in chunk] for chunk in chunks]
         num_views = (2, self.num_locals)
         return tuple(

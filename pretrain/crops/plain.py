@@ -17,7 +17,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 
-# Attempts to place a box inside the image.
+# Number of random sizes that are tried until a box fits into the image.
 _ATTEMPTS = 10
 BOX_NUMBERS = 2 * _ATTEMPTS + 2
 """Number of random numbers that determine a box."""
@@ -100,7 +100,7 @@ class PlainCrop(ViewMaker):
     def cut(
         self, samples: Samples, generators: Generators, sizes: Sequence[int]
     ) -> UInt8[Tensor, "batch 3 size size"]:
-        """Return one crop of each image."""
+        """Return one random 8-bit crop of each image, with a side length of `sizes[0]` pixels."""
         pairs = zip(samples, generators, strict=True)
         return torch.stack([self.cut_one(one.image, own, sizes[0]) for one, own in pairs])
 
@@ -146,8 +146,8 @@ def place_boxes(
     """Compute the box of each crop from uniform random numbers.
 
     Args:
-        numbers: Random numbers in [0, 1) for each crop: ten areas and ten aspect ratios, one for
-            each attempt, and two numbers for the position.
+        numbers: Random numbers in [0, 1) for each crop: ten for the areas and ten for the aspect
+            ratios of up to ten attempts, and two for the position.
         image_sizes: Height and width of each image in pixels.
         scales: Minimum and maximum area, as a fraction of the image's area.
         aspect_ratio: Minimum and maximum of width / height.

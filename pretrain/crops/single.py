@@ -1,6 +1,6 @@
 """The crops of supervised training: one randomly augmented view of each image, and its class.
 
-The augmentations are those of timm's recipes. RandAugment changes colours and geometry. Cutout and
+timm's recipes use the same augmentations. RandAugment changes colours and geometry. Cutout and
 random erasing fill rectangles. Mixup and CutMix mix pairs of images and their classes.
 """
 
@@ -58,16 +58,18 @@ _POSTERIZE = "PosterizeIncreasing"
 
 
 def _make_signed_operation(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
-    """Return an entry of `OPERATIONS`: the function center + largest * level, and True.
+    """Describe a RandAugment operation whose argument is center + largest * level.
 
-    True means that the level of this RandAugment operation is negated with probability 0.5.
+    Returns:
+        An entry of `OPERATIONS`: the function that computes the argument from the level, and True,
+        because the level is negated with probability 0.5.
     """
     return lambda level: center + largest * level, True
 
 
-# timm's operations in timm's order. An entry contains a function that computes the argument from a
-# level in [0, 1], and whether the level is negated with probability 0.5. Three operations take no
-# argument.
+# The operations of timm's RandAugment, in timm's order. An entry contains a function that computes
+# the argument of the operation from a level in [0, 1], and whether the level is negated with
+# probability 0.5. Three operations take no argument, so they have no function.
 OPERATIONS: dict[str, tuple[_Argument | None, bool]] = {
     "AutoContrast": (None, False),
     "Equalize": (None, False),
@@ -116,8 +118,8 @@ class LabelledCrops:
         order: Order in which brightness (0), contrast (1) and saturation (2) are jittered.
         factors: Strength of the three jitters: brightness, contrast and saturation.
         cutout: Top, bottom, left and right edge of the square that Cutout fills.
-        erased: The same edges of the rectangle that is filled with noise. All edges are 0 if
-            nothing is erased.
+        erased: Top, bottom, left and right edge of the rectangle that random erasing fills with
+            noise. All edges are 0 if nothing is erased.
         noise_seed: Seed of the noise for the whole micro-batch.
         mixture: Parameters of mixup or CutMix for the whole micro-batch.
     """
@@ -190,7 +192,10 @@ class SingleCrop(ViewMaker):
         PlainCrop(self.scale, self.aspect_ratio)  # checks the ranges
 
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> LabelledCrops:
-        """Crop each image, apply RandAugment, and draw the parameters of later augmentations."""
+        """Crop each image, apply RandAugment, and draw the parameters of later augmentations.
+
+        The crops are squares with a side length of `sizes[0]` pixels.
+        """
         samples, generators, size = list(samples), list(generators), sizes[0]
         plain = PlainCrop(self.scale, self.aspect_ratio, self.flip_probability)
         pixels = []
@@ -236,6 +241,8 @@ class SingleCrop(ViewMaker):
     def draw_mixture(self, generator: np.random.Generator, size: int) -> Mixture:
         """Draw the parameters of mixup or CutMix for a micro-batch.
 
+        The crops are squares with a side length of `size` pixels.
+
         Source: mixup, https://arxiv.org/abs/1710.09412, and CutMix,
         https://arxiv.org/abs/1905.04899, as in timm 1.0.31, timm/data/mixup.py, `Mixup` in mode
         "batch". DeiT, MAE and Xu et al. (2024) used timm 0.3 to 0.6. In these versions, boxes with
@@ -260,7 +267,7 @@ class SingleCrop(ViewMaker):
     def join(self, chunks: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
         """Copy the crops of several chunks to the device, and join them to a micro-batch.
 
-        The noise seed and the mixture are those of the first chunk, because it contains the first
+        The noise seed and the mixture come from the first chunk, because it contains the first
         image of the micro-batch.
         """
         copies = []
@@ -282,10 +289,12 @@ class SingleCrop(ViewMaker):
         device: torch.device,
         mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, Int64[Tensor, " batch"], Float32[Tensor, ""]]:
-        """Augment and normalise the crops on the device. Return them, their classes, and a weight.
+        """Augment and normalise the crops on the device.
 
-        The weight is a scalar. If images are mixed in pairs, it is the weight of an image's own
-        class, and the class of the other image has the remaining weight. Otherwise, it is 1.
+        Returns:
+            The crops, their classes, and a scalar between 0 and 1. If images are mixed in pairs,
+            the scalar is the weight of an image's own class, and the class of the other image of
+            the pair has the remaining weight. Otherwise, the scalar is 1.
         """
         images = groups.pixels.to(device, non_blocking=True).float().div_(255)
         if self.color_jitter:
@@ -335,9 +344,15 @@ def apply_operations(
 
 
 def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
-    """Return the edges of a random square, whose center may be anywhere in the image.
+    """Return the edges of a random square for Cutout, in pixels.
 
-    The square may extend beyond the border of the image.
+    The center of the square may be anywhere in the image, so the square may extend beyond the
+    border of the image.
+
+    Args:
+        generator: Random number generator of the image.
+        size: Side length of the image in pixels.
+        side: Side length of the square in pixels.
 
     Source: Cutout, https://arxiv.org/abs/1708.04552.
     """
@@ -348,9 +363,9 @@ def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
 def draw_rectangle(generator: np.random.Generator, size: int, probability: float) -> Edges:
     """Return the edges of a random rectangle to erase, or zeros if nothing is erased.
 
-    The area is between 2 % and a third of the image. The ratio height / width is between 0.3 and
-    3.33. Nothing is erased with probability 1 - `probability`, or if none of ten random sizes fits
-    into the image.
+    The area is between 2 % and a third of the image, which is a square with a side length of `size`
+    pixels. The ratio height / width is between 0.3 and 3.33. Nothing is erased with probability
+    1 - `probability`, or if none of ten random sizes fits into the image.
 
     Source: random erasing, https://arxiv.org/abs/1708.04896, as in timm 1.0.31,
     timm/data/random_erasing.py. Areas and ratios are the default values of `RandomErasing`.
@@ -369,6 +384,9 @@ def draw_rectangle(generator: np.random.Generator, size: int, probability: float
 def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:
     """Fill a rectangle of each normalised image with standard normal noise, in place.
 
+    `edges` contains the top, bottom, left and right edge of each rectangle in pixels. If all edges
+    of an image are 0, the image stays unchanged. `seed` determines the noise.
+
     Source: `RandomErasing` of timm in mode "pixel". The same seed gives different noise on
     different kinds of devices.
     """
@@ -383,7 +401,10 @@ def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:
 
 
 def mix(images: Images, mixture: Mixture) -> Images:
-    """Mix the images of a micro-batch in pairs by mixup or CutMix, in place."""
+    """Mix the images of a micro-batch in pairs by mixup or CutMix, in place.
+
+    `mixture` contains the weights of the images, or the box that CutMix exchanges.
+    """
     if mixture.box is not None:
         top, bottom, left, right = mixture.box
         inside = images[:, :, top:bottom, left:right]
@@ -397,7 +418,7 @@ def mix(images: Images, mixture: Mixture) -> Images:
 def _is_inside(
     images: Images, edges: Int64[Tensor, "views 4"]
 ) -> Bool[Tensor, "views 1 height width"]:
-    """Return whether each pixel lies inside the rectangle of its image."""
+    """Return whether each pixel lies inside the rectangle with the given edges in its image."""
     top, bottom, left, right = to_device(edges, images.device)[..., None].unbind(1)
     rows, cols = (torch.arange(side, device=images.device) for side in images.shape[2:])
     is_row, is_col = (rows >= top) & (rows < bottom), (cols >= left) & (cols < right)

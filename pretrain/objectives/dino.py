@@ -92,7 +92,7 @@ class Dino(Objective):
 
 
 class DinoLearner(Learner):
-    """The student and teacher networks, and the centre of the teacher's outputs."""
+    """The student and teacher networks of DINO, and the centre (moving mean) of teacher outputs."""
 
     options: Dino
     student: "DinoNetwork"
@@ -179,10 +179,17 @@ class DinoLearner(Learner):
 
     @torch.no_grad()
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
-        """Move the centre towards the teacher's mean output, and the teacher towards the student.
+        """Update the centre and the weights of the teacher.
+
+        The centre moves towards the mean output of the teacher in this batch. The weights move
+        towards the weights of the student.
 
         The centre changes once per batch, so the number of micro-batches has no effect. If a
         gradient or the mean output is not finite, the centre does not change.
+
+        Args:
+            step: Number of the optimizer step, from 0.
+            found_inf: Whether a gradient of this step was not finite.
         """
         mean = torch.stack(self._teacher_means).mean(dim=0)
         self._teacher_means.clear()
@@ -359,12 +366,15 @@ class _CrossView(torch.autograd.Function):
             return directions[chunk] * inverse_norm, inverse_norm
 
         def compare(unit: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-            """Return weights, the student's logits for all views, and targets for the global views.
+            """Compute the logits and targets of all views for one chunk of prototypes.
 
-            The weights are the prototypes of the chunk, divided by the temperature of the student.
+            `unit` contains the normalised directions of these prototypes.
 
-            The target for a global view is the teacher's output for the other global view. The
-            target for every local view is the mean of these two targets.
+            Returns:
+                The prototypes, divided by the student's temperature. The student's logits for all
+                views. The targets of the two global views: the target of a global view is the
+                teacher's output for the other one. The target of every local view is the mean of
+                these two targets.
             """
             weights = (unit * (lengths[chunk] / temperature)).to(student.dtype)
             logits = compute_logits(student, weights).to(targets.dtype)

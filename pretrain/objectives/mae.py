@@ -40,8 +40,8 @@ class Mae(Objective):
         mask_ratio: Fraction of the patches that the encoder does not see.
         normalised_pixels: Whether the pixels of each target patch are shifted and scaled to mean 0
             and standard deviation 1. Otherwise the targets are the pixels of the normalised image.
-        gray_decoder: Whether the blocks of the decoder use token graying, as those of the encoder
-            do. Token graying increases the small singular values of the token matrix.
+        gray_decoder: Whether the blocks of the decoder use token graying, like the blocks of the
+            encoder. Token graying increases the small singular values of the token matrix.
 
     Source: https://arxiv.org/abs/2111.06377, and
     https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/models_mae.py
@@ -92,7 +92,7 @@ class Mae(Objective):
                 hint=("model.graying=svd", "or", "model.graying=dct"),
             )
         num_patches = model.grid_size**2
-        # 1 - 0.9 is slightly smaller than 0.1, and the rounding error must not cost a patch.
+        # In floating point, 1 - 0.9 is slightly smaller than 0.1. This must not hide another patch.
         num_visible = math.floor(num_patches * (1 - self.mask_ratio) + 1e-9)
         if not 0 < num_visible < num_patches:
             raise ConfigurationError(
@@ -158,7 +158,10 @@ class MaeLearner(Learner):
         return (patches - mean) / (variance + _EPS).sqrt()
 
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
-        """Return an error if this row of the log shows that the decoder predicts only a mean."""
+        """Return an error if this row of the log shows that the decoder predicts only the mean.
+
+        Its loss is then about as high as the loss of a constant prediction for each image or patch.
+        """
         if row["loss"] < _LEARNED_SHARE * row["mean_loss"]:
             return None
         return ConfigurationError(
@@ -196,6 +199,10 @@ class MaeNetwork(nn.Module):
         """Return the encoder's output tokens for [CLS], the registers and the visible patches.
 
         No block of the encoder processes the hidden patches.
+
+        Args:
+            images: Normalised images.
+            visible: Numbers of the visible patches of each image, in the order of the output.
         """
         tokens, num_prefix = self.backbone.embed(images), self.backbone.config.num_prefix_tokens
         patches = gather_patches(tokens[:, num_prefix:], visible)

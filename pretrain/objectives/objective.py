@@ -45,11 +45,14 @@ class Learner(nn.Module, ABC):
 
     @property
     def encoders(self) -> Sequence[EncoderModule]:
-        """Return all encoders, including `encoder`, that start from the checkpoint `init_from`."""
+        """Return all encoders that get the weights of `init_from`, if this option is set.
+
+        By default, this is only the encoder that is saved and evaluated.
+        """
         return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
-        """Return the modules that `torch.compile` may compile: by default the encoders, not heads.
+        """Return the modules that `torch.compile` may compile. By default, these are the encoders.
 
         The shapes of their inputs must be the same in all steps.
         """
@@ -72,10 +75,16 @@ class Learner(nn.Module, ABC):
         """
 
     def freeze_gradients(self, step: int) -> None:
-        """Remove the gradients of those parameters that this optimizer step must not change."""
+        """Remove the gradients of those parameters that this optimizer step must not change.
+
+        By default, no gradient is removed.
+        """
 
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
-        """Update the networks that follow the student, after the optimizer has updated the student.
+        """Update the networks that follow the student, such as DINO's teacher.
+
+        The trainer calls this after the optimizer has updated the student. By default, there are no
+        such networks.
 
         Args:
             step: Number of the optimizer step, from 0.
@@ -166,7 +175,7 @@ class GeneratingObjective(Objective, ABC):
     def observer(self, learner: Any, timeline: Timeline) -> PeriodicEvaluation:
         """Return an object that evaluates the learner during training.
 
-        The run uses it instead of the evaluation that the options `monitor` describe.
+        The run uses it instead of the monitor, which evaluates encoders on labelled images.
         """
 
 

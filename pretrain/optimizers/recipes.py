@@ -37,13 +37,16 @@ class OptimizerRecipe:
     lr: RateOrZero
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Build the optimizer for some parameter groups."""
+        """Build the optimizer for parameter groups, as `parameter_groups` returns them."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AdamW(OptimizerRecipe):
-    """Hyperparameters of AdamW, with DINO's values as defaults. An update uses one fused kernel."""
+    """Hyperparameters of AdamW. DINO uses the default values.
+
+    The fused implementation of torch is used, which updates many parameters with one kernel.
+    """
 
     lr: RateOrZero = 5e-4
     betas: _Betas = (0.9, 0.999)
@@ -63,9 +66,9 @@ class Soap(OptimizerRecipe):
 
     Args:
         lr: Learning rate for batch size 256. No learning rate of SOAP has been published for DINO,
-            so the default is that of AdamW. Higher values were better in short runs, so try 0.25 to
-            16 times the default. The class `SOAP` has another default, 3e-3, which is meant for
-            language models.
+            so AdamW's learning rate is the default. Higher values were better in short runs, so try
+            0.25 to 16 times the default. The class `SOAP` has another default, 3e-3, which is meant
+            for language models.
         shampoo_beta: Decay rate of Shampoo's statistics, the moving averages of g @ g.T for the
             gradient g. The default is `betas[1]`.
         precondition_frequency: Number of steps between two refreshes of an eigenbasis, the
@@ -154,7 +157,10 @@ def parameter_groups(
 def _split_by_decay(
     named: Iterable[tuple[str, nn.Parameter]], *, decay_tokens: bool
 ) -> list[dict[str, Any]]:
-    """Divide parameters into a group with weight decay and a group without."""
+    """Divide named parameters into a group with weight decay and a group without.
+
+    If `decay_tokens` is false, tokens and position embeddings are in the group without.
+    """
     decayed, exempt = [], []
     for name, parameter in named:
         is_token = name.rpartition(".")[2] in _TOKENS

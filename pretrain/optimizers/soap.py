@@ -56,8 +56,8 @@ class SOAP(torch.optim.Optimizer):
         stagger: Whether the refreshes of different bases take place at different steps. By default
             all bases are refreshed at the same step.
         shard_refreshes: Whether the processes of `torch.distributed` divide the decompositions
-            among themselves. By default each process computes all decompositions and uses those of
-            the first process.
+            among themselves. By default each process computes all decompositions, and all processes
+            use the results of the first one.
 
     Raises:
         ValueError: `precondition_frequency` or a decay rate is out of range.
@@ -138,11 +138,11 @@ class SOAP(torch.optim.Optimizer):
         return loss
 
     def _count_step(self, stacks: Sequence["Stack"]) -> "Factors":
-        """Count this step, and return the factors of its update.
+        """Increase the step counts of the parameters, and return the scalar factors of this step.
 
-        The gradient scaler sets `found_inf` to 1 if a gradient is not finite. The step is then also
-        counted as skipped, but not in stacks whose parameters get their first gradient, which
-        updates nothing.
+        If a gradient is not finite, the gradient scaler has set the attribute `found_inf` to 1. The
+        step is then also counted as skipped. Parameters with their first gradient are an exception,
+        because this step does not update them anyway.
         """
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
@@ -178,7 +178,7 @@ class SOAP(torch.optim.Optimizer):
                     )
 
     def _update_stacks(self) -> None:
-        """Stack the parameters again if the set of parameters that have a gradient has changed."""
+        """Stack the parameters again if other parameters have a gradient than in the last step."""
         active = [
             [id(p) for p in group["params"] if p.grad is not None] for group in self.param_groups
         ]
@@ -195,9 +195,14 @@ class SOAP(torch.optim.Optimizer):
     def _make_stacks(
         self, group: dict[str, Any], skipped_by_step: dict[int, Float[Tensor, ""]]
     ) -> list["Stack"]:
-        """Stack those parameters of a group that have a gradient.
+        """Stack those parameters of a parameter group that have a gradient.
 
-        Stacks with the same step count share the count of skipped steps in `skipped_by_step`.
+        Each stack contains parameters with the same shape, dtype, device and step count.
+
+        Args:
+            group: Parameter group of the optimizer.
+            skipped_by_step: Number of skipped steps for each step count, as a scalar on the device.
+                Stacks with the same step count share it. New step counts are added.
         """
         stackable: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for p in group["params"]:
@@ -231,9 +236,9 @@ class Stack:
             the first one.
         skipped: Number of steps that were skipped after the first gradient, as a scalar on the
             device. Stacks with the same step count share it.
-        phases: Number of steps by which the bases of each member are refreshed earlier than at
-            values of `step` that are multiples of `precondition_frequency`. It is 0 unless
-            refreshes are staggered.
+        phases: One number for each member. The bases of a member are refreshed when its number plus
+            `step` is a multiple of `precondition_frequency`. All numbers are 0 unless refreshes are
+            staggered.
         index: Index of the stack within its group.
         exp_avg: Mean gradient in the eigenbases.
         exp_avg_sq: Mean squared gradient in the eigenbases.
@@ -253,7 +258,7 @@ class Stack:
     bases: Matrices
 
     def gradients(self) -> Float[Tensor, " members *shape"]:
-        """Return the stacked gradients in the dtype of the state."""
+        """Return the gradients of all members, stacked and in the dtype of the optimizer state."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         stacked = gradients[0][None] if len(gradients) == 1 else torch.stack(gradients)
         return stacked.to(self.exp_avg.dtype)
@@ -261,7 +266,10 @@ class Stack:
     def due_members(self, frequency: int) -> Iterator[slice]:
         """Yield slices of those members whose bases must be refreshed at this step.
 
-        A slice contains consecutive members (parameters in the stack).
+        A slice contains the indices of consecutive members (parameters in the stack).
+
+        Args:
+            frequency: Number of steps between two refreshes of a basis.
         """
         is_due = [(self.step + phase) % frequency == 0 for phase in self.phases]
         for run_is_due, run in groupby(range(len(is_due)), key=is_due.__getitem__):
@@ -270,7 +278,10 @@ class Stack:
                 yield slice(members[0], members[-1] + 1)
 
     def member_state(self, member: int) -> dict[str, Any]:
-        """Return the optimizer state of one parameter, as views of the stacked tensors."""
+        """Return the optimizer state of the parameter with the index `member` in the stack.
+
+        Its tensors are views of the stacked tensors.
+        """
         return {
             "step": self.step,
             "skipped": self.skipped,
@@ -324,7 +335,13 @@ def make_stack(
 
 
 def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int) -> dict[str, Any]:
-    """Return the state of a parameter before its first gradient. All tensors contain zeros."""
+    """Return the state of a parameter before its first gradient. All tensors contain zeros.
+
+    Args:
+        parameter: The parameter.
+        group: Its parameter group in the optimizer.
+        phase: Number of steps by which its refreshes take place earlier (`Stack.phases`).
+    """
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     zeros = partial(torch.zeros, dtype=dtype, device=parameter.device)
     # Vectors and axes longer than the limit have no basis. An axis of length 1 has none either,
@@ -374,6 +391,10 @@ class Factors:
         """Return the negative learning rate with Adam's bias correction, or 0 for a skipped step.
 
         Stacks with the same step count and dtype get the same tensor.
+
+        Args:
+            stack: Parameters with the same step count.
+            group: Parameter group with the learning rate and the decay rates.
         """
         lr, (beta1, beta2) = group["lr"], group["betas"]
         key = (lr, beta1, beta2, stack.step, stack.exp_avg.dtype)
@@ -388,7 +409,14 @@ class Factors:
 def take_adam_step(
     stacks: Sequence[Stack], gradients: Sequence[Tensor], group: dict[str, Any], factors: Factors
 ) -> None:
-    """Take one step of Adam in the eigenbases, and then apply the decoupled weight decay."""
+    """Take one step of Adam in the eigenbases, and then apply the decoupled weight decay.
+
+    Args:
+        stacks: Stacked parameters. They and their moments are changed in place.
+        gradients: Gradients of each stack. In a skipped step, they must be 0.
+        group: Parameter group with learning rate, decay rates, epsilon and weight decay.
+        factors: Scalar factors of this step. In a skipped step, they prevent any change.
+    """
     beta1, beta2 = group["betas"]
     rotated = [rotate(g, stack.bases) for stack, g in zip(stacks, gradients, strict=True)]
     means, squares = [stack.exp_avg for stack in stacks], [stack.exp_avg_sq for stack in stacks]
@@ -420,6 +448,12 @@ def update_statistics(
     """Update the moving average of g @ g.T for each axis (mode) of the parameters.
 
     Here g is the gradient, unfolded along this axis. In a skipped step, no average changes.
+
+    Args:
+        stacks: Stacked parameters.
+        gradients: Gradients of each stack. In a skipped step, they must be 0.
+        beta: Decay rate of the averages, in [0, 1).
+        factors: Scalar factors of this step.
     """
     averages = [average for stack in stacks for average in stack.statistics.values()]
     factors.multiply(averages, beta)
@@ -432,14 +466,17 @@ def update_statistics(
 def refresh_bases(
     stack: Stack, members: slice, is_skipped: Bool[Tensor, ""], *, shard: bool
 ) -> None:
-    """Update the eigenbases of some parameters by one power iteration.
-
-    The parameters are those of `stack` (matrices of equal shape, updated together) with the indices
-    `members`.
+    """Update the eigenbases of some parameters in a stack by one power iteration.
 
     The eigenvectors of a basis are sorted by descending eigenvalue. The mean gradient is rotated
-    into the new bases. The mean squared gradient cannot be rotated and is only sorted. If the step
-    is skipped, nothing changes.
+    into the new bases. The mean squared gradient cannot be rotated, so its elements are only
+    reordered.
+
+    Args:
+        stack: Parameters of equal shape, with their optimizer states.
+        members: Indices of the parameters whose bases are updated.
+        is_skipped: Whether the step is skipped, as a scalar on the device. Nothing then changes.
+        shard: Whether the processes of a run divide the decompositions among themselves.
     """
     bases = {mode: stacked[members] for mode, stacked in stack.bases.items()}
     exp_avg = rotate_back(stack.exp_avg[members], bases)
@@ -528,8 +565,8 @@ def orthonormalise(
         matrices: Square matrices.
         fallback: Result for a matrix whose decomposition fails on a GPU.
         rank_offset: Number that is added to the rank of each process before the matrices are
-            divided among processes. If calls with few matrices use different offsets, each call
-            gives its work to other processes.
+            divided among processes. If there are fewer matrices than processes, only some processes
+            have work. With another offset, these are other processes.
         shard: Whether each process decomposes only some of the matrices. Otherwise, each process
             decomposes all of them, and the result of the first process is used.
     """
@@ -548,6 +585,8 @@ def _compute_q(
     matrices: Float[Tensor, "members n n"], fallback: Float[Tensor, "members n n"]
 ) -> Float[Tensor, "members n n"]:
     """Return the Q factors of the QR decompositions of all matrices.
+
+    If a decomposition fails on a GPU, the matrix in `fallback` is returned instead of its Q factor.
 
     On a GPU, a Cholesky factorisation is used, and the signs of columns may differ. The reason is
     that cuSOLVER decomposes stacked matrices one after the other. On an H200, this takes 88 ms for

@@ -79,7 +79,10 @@ class Copying(GeneratingObjective):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> "GeneratedStrings":
-        """Return an image set whose items are the numbers of the strings instead of images."""
+        """Return an image set with one black pixel in place of an image for each string.
+
+        The strings themselves are drawn later, by `crops`.
+        """
         return GeneratedStrings()
 
     def build(
@@ -114,7 +117,7 @@ class Copying(GeneratingObjective):
         return CopyingLearner(self, nn.Sequential(OrderedDict[str, nn.Module](backbone=network)))
 
     def observer(self, learner: "CopyingLearner", timeline: Timeline) -> "CopyingTest":
-        """Return the object that tests the model on fixed strings every few epochs."""
+        """Return an object that tests the model every few epochs, always on the same strings."""
         return CopyingTest(self, learner.student.backbone, timeline)
 
 
@@ -153,7 +156,7 @@ class CopyingLearner(Learner):
 
 @dataclass(frozen=True)
 class StringMaker(ViewMaker):
-    """A view maker that draws random strings, while those of other objectives crop images.
+    """A view maker that draws random strings. The view makers of other objectives crop images.
 
     Attributes:
         length: Number of letters in a string.
@@ -169,7 +172,10 @@ class StringMaker(ViewMaker):
         return ()
 
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Letters:
-        """Return a random string for each sample."""
+        """Return a random string for each sample, as letters with the numbers 0, 1, 2, ...
+
+        The samples and sizes are not used.
+        """
         del samples, sizes
         strings = [generator.integers(self.letters, size=self.length) for generator in generators]
         return torch.from_numpy(np.stack(strings))
@@ -187,9 +193,9 @@ class StringMaker(ViewMaker):
 
 @dataclass(frozen=True)
 class GeneratedStrings:
-    """Stand-in for an image set, for an objective that generates strings instead of reading images.
+    """An image set for an objective that generates strings instead of reading images.
 
-    It has one id for each string of an epoch.
+    It has one id for each string of an epoch. The images consist of one black pixel.
     """
 
     name = "copying"
@@ -207,9 +213,9 @@ class GeneratedStrings:
         return Sample(f"string{index:05d}", np.zeros((1, 1, 3), np.uint8))
 
     def fingerprint(self) -> str:
-        """Return a constant in place of the SHA-256 of image files.
+        """Return a constant SHA-256. Other image sets return the SHA-256 of their image files.
 
-        There are no files to hash, because seed and options determine all strings.
+        There are no files to hash, because the seed and the options determine all strings.
         """
         return hashlib.sha256(f"{self.name} {len(self)}".encode()).hexdigest()
 
@@ -228,10 +234,14 @@ class CopyingTest(PeriodicEvaluation):
         self.options, self.model, self.timeline = options, model, timeline
 
     def measure_if_due(self, step: int) -> Mapping[str, float]:
-        """If a test is due, return the percentages of correct letters and entirely correct strings.
+        """Test the model if a test is due after this step.
 
         Args:
             step: Number of optimizer steps that the run has completed.
+
+        Returns:
+            Percentages for each length of strings, such as 50: `letters_50` of correct letters, and
+            `strings_50` of entirely correct strings. The mapping is empty if no test is due.
         """
         options, percentages = self.options, {}
         if self.timeline.is_due(options.test_epochs, step):
@@ -257,7 +267,10 @@ def make_rows(strings: Letters, letters: int) -> Rows:
 
 
 def draw_test_strings(length: int, letters: int, count: int) -> Letters:
-    """Return `count` random test strings, which are the same for all seeds and in all runs."""
+    """Return `count` random strings of `length` letters, which are the same in all runs.
+
+    `letters` is the number of different letters.
+    """
     generator = np.random.default_rng((_TEST, length, letters))
     return torch.from_numpy(generator.integers(letters, size=(count, length)))
 
@@ -266,7 +279,13 @@ def draw_test_strings(length: int, letters: int, count: int) -> Letters:
 def find_correct_letters(
     model: StateSpaceModel, strings: Letters, letters: int
 ) -> Bool[Tensor, "batch length"]:
-    """Return whether the model predicts each letter of each copied string correctly."""
+    """Return whether the model predicts each letter of each copied string correctly.
+
+    Args:
+        model: The state space model.
+        strings: Test strings, with letters as numbers from 0.
+        letters: Number of different letters.
+    """
     device, length = model.embedding.weight.device, strings.shape[1]
     is_correct = []
     for batch in strings.split(_BATCH):

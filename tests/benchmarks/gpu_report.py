@@ -80,7 +80,10 @@ def synchronize() -> None:
 
 
 def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> float:
-    """Return the median duration of a call in milliseconds, including the work on the GPU."""
+    """Return the median duration of a call in milliseconds, including the work on the GPU.
+
+    The function is first called `warm_up` times without a measurement, and then `times` times.
+    """
     durations = []
     for turn in range(warm_up + times):
         synchronize()

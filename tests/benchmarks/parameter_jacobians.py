@@ -4,7 +4,7 @@ r"""Compute equations 5, 8 and 9 and figure 5 of "Cutting the Skip" without appr
         --json results/benchmarks/parameter_jacobians-cpu.json
 
 f is the function that returns all tokens after the last block, and theta are the attention weights
-of one block. The Jacobians are those of f with respect to theta. The ViT has only 3 blocks, width
+of one block. The Jacobians are derivatives of f by theta. The ViT has only 3 blocks, width
 16, 2 heads and 5 tokens, so that exact derivatives in float64 are affordable. The images are
 random. Figure 5 uses no ViT, but the softmax of 10 x 10 logits alpha Z + beta I.
 """

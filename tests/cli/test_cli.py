@@ -132,9 +132,7 @@ def test_finished_results_are_skipped_until_overwrite(workplace, capsys):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_an_image_size_that_an_encoder_refuses_is_an_error_before_any_result(
-    workplace, capsys, number
-):
+def test_refused_image_sizes_are_an_error_before_any_result(workplace, capsys, number):
     other = encoder_file(workplace / "b.safetensors", config=replace(CONFIG, patch_size=16))
     words = ["--checkpoint", "runs/newer", "--checkpoint", str(other)]
 
@@ -179,7 +177,7 @@ class _BrokenOutput(io.StringIO):
             raise error
 
 
-def test_a_closed_pipe_is_ignored_but_a_full_disk_is_an_error(monkeypatch, capsys):
+def test_closed_pipes_are_ignored_but_full_disks_are_errors(monkeypatch, capsys):
     for broken, code in (
         (_BrokenOutput(write=BrokenPipeError()), 0),
         (_BrokenOutput(flush=BrokenPipeError()), 0),

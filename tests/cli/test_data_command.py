@@ -28,7 +28,10 @@ from tests.support.faults import expect_error, photo_folder, picture, voc
 
 
 def make_archive(root: Path, kind: str = "tar") -> bytes:
-    """Return the bytes of an archive of VOC2012 with four training and three validation images."""
+    """Return the bytes of an archive of VOC2012 with four training and three validation images.
+
+    `kind` is the format of the archive, such as "tar" or "zip".
+    """
     voc(root)
     return Path(shutil.make_archive(str(root), kind, root)).read_bytes()
 
@@ -122,7 +125,7 @@ def test_a_dataset_without_a_published_source_is_shown_and_checked(tmp_path, mon
 
 
 @pytest.mark.parametrize(("kind", "digest"), [("tar", True), ("zip", False)])
-def test_a_download_is_unpacked_passes_the_check_and_is_not_fetched_again(
+def test_downloads_are_unpacked_once_and_pass_the_check(
     published, server, tmp_path, kind, digest, capsys
 ):
     original = tmp_path / "made"

@@ -51,7 +51,7 @@ def test_compare_names_the_tasks_that_cannot_be_compared(capsys):
     assert "ignored" not in err
 
 
-def test_a_table_without_options_shows_the_main_metric_of_a_task(capsys):
+def test_tables_without_options_show_the_main_metric_of_a_task(capsys):
     assert probe("geometry", *PHOTOS, "probe.views=2") == 0
     capsys.readouterr()
 

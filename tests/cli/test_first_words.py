@@ -52,7 +52,7 @@ def test_missing_files_of_encoders_get_their_hint(workdir, capsys):
 
 
 @pytest.mark.parametrize("task", QUICK)
-def test_the_only_image_size_of_an_encoder_is_no_changed_setting(workdir, capsys, task):
+def test_the_only_possible_image_size_is_no_changed_setting(workdir, capsys, task):
     words = f"probe --task {task} --checkpoint {OWN}:own --layer -1 {QUICK[task]}"
     run_words(capsys, f"{words} probe.image_size=32")
     first = records()
@@ -112,7 +112,7 @@ def configs(capsys, *words: str) -> dict[str, dict]:
     }
 
 
-def test_the_flag_for_the_batch_size_sets_that_of_the_encoder(workdir, capsys):
+def test_the_batch_size_flag_sets_the_encoder_batch_size(workdir, capsys):
     words = ["probe", "--task", "knn,classification,segmentation", "--dataset"]
     words += ["class_folders,toy", "--data-root", "class_folders=x", "--batch-size", "3"]
     found = configs(capsys, *words)
@@ -157,7 +157,7 @@ def test_a_dry_run_counts_missing_results_and_writes_nothing(workdir, capsys):
     assert "1 job, 2 scores: 1 finished, 1 pending" in capsys.readouterr().out
 
 
-def test_a_dry_run_of_pretraining_states_its_size_or_the_refusal(workdir, capsys):
+def test_dry_runs_of_pretraining_state_the_size_or_the_error(workdir, capsys):
     words = pretraining(workdir / "photos", "run", "--dry-run")
     assert main(words) == 0
 

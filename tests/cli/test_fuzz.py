@@ -42,7 +42,7 @@ def run_program(file: Path, program: Callable[[], int]) -> str:
 def test_random_commands_end_as_documented(tmp_path, seed, count):
     text = run_program(tmp_path / "output", partial(command_fuzzing.main, seed, count))
 
-    # The last line counts the commands by their ending.
+    # The last line counts how often commands ended in each way.
     assert sum(map(int, re.findall(r"': (\d+)", text.splitlines()[-1]))) == count
 
 

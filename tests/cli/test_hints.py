@@ -112,7 +112,7 @@ NOT_HINTS = (
     "--task all --limit 8 --pictures 4",
     "model.dim=128 model.num_heads=2 model.image_size=64",
 )
-"""How tuples in the source code begin that look like a hint but are none."""
+"""First words of those tuples in the source code that look like hints but are not."""
 
 HINT_START = re.compile(r"--[a-z]|ssl-bench$|(<[^<> ]+>|\{\w+\}|[a-z][\w.]*)=[^ ]*$")
 

@@ -16,7 +16,7 @@ def listed(capsys, *words: str) -> dict[str, str]:
     return {line.partition("=")[0]: line for line in capsys.readouterr().out.splitlines()}
 
 
-def test_every_key_of_a_run_is_listed_with_what_it_accepts(workdir, capsys):
+def test_every_key_of_a_run_is_listed_with_its_values(workdir, capsys):
     found = listed(capsys, "pretrain", "objective=supervised", "train.max_grad_norm=2")
 
     assert set(found) == set(list_keys(compose_config("pretraining", ["objective=supervised"])))
@@ -73,7 +73,7 @@ def test_every_key_has_a_meaning(capsys, group):
         if "data.root" in found:
             assert " a path or null: " in found["data.root"]
         if group == "probe":
-            # The keys of this probe and those of all probes, but none of a dataset.
+            # The keys of this probe and the keys that all probes have, but no keys of a dataset.
             composed = set(list_keys(compose_config("probing", [target.replace(".", "=", 1)])))
             files = (config_folder() / "probe").glob(f"{target.removeprefix('probe.')}/*")
             keys = composed | {f"probe.{part.name}" for part in files}

@@ -94,7 +94,7 @@ def test_a_file_in_the_layout_of_dinov2_is_described(ours, tmp_path, capsys):
     assert "https://github.com/facebookresearch/dinov2" in said
 
 
-def test_each_bad_file_has_an_error_and_the_others_are_described(ours, tmp_path, capsys):
+def test_each_bad_file_has_an_error_and_others_are_described(ours, tmp_path, capsys):
     (tmp_path / "empty.pth").touch()
     safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
     bad = [str(tmp_path / name) for name in ("empty.pth", "x.safetensors", "absent.pth")]
@@ -108,7 +108,7 @@ def test_each_bad_file_has_an_error_and_the_others_are_described(ours, tmp_path,
     assert ["error" in one for one in listed] == [True, True, True, False]
 
 
-def test_unknown_facts_of_a_module_and_of_random_weights_are_stated(tmp_path, capsys):
+def test_unknown_properties_of_modules_and_random_weights_are_stated(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(MODULE)
 
     said = run_models(capsys, f"{tmp_path / 'mine.py'}:encoder")

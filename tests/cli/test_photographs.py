@@ -179,7 +179,7 @@ def test_only_new_photographs_are_searched(workdir):
     assert taken == {"3.jpg", "4.jpg", "renamed.jpg"}
     masks = {path.name for path in Path(other).parent.glob("masks/*/*.png")}
     assert masks == {f"{name}.png" for name in rows}
-    # The results equal those of a search from scratch.
+    # The results equal the results of a search from scratch.
     shutil.rmtree("results")
     assert main(words) == 0
     (alone,) = rows_by_log().values()

@@ -42,7 +42,7 @@ def shrink(words: tuple[str, ...]) -> list[str]:
         ("last.safetensors", ["--overwrite"], [True], [True, True]),
     ],
 )
-def test_a_finished_run_is_kept_and_an_interrupted_one_starts_again(
+def test_finished_runs_are_kept_and_interrupted_ones_start_again(
     tmp_path, monkeypatch, existing, flags, trained, probed
 ):
     commands, drawn = [], []
@@ -76,7 +76,7 @@ def test_a_finished_run_is_kept_and_an_interrupted_one_starts_again(
 
 
 @pytest.mark.slow
-def test_it_ends_with_a_row_for_every_probe_and_a_report(tmp_path, capsys, monkeypatch):
+def test_it_ends_with_one_row_per_probe_and_a_report(tmp_path, capsys, monkeypatch):
     few = [o for o in quickstart.PRETRAINING if not o.startswith(("train.", "model.image"))]
     short = ["train.batch_size=4", "train.max_steps=1", "model.image_size=32", "model.depth=4"]
     monkeypatch.setattr(quickstart, "PRETRAINING", (*few, *short))

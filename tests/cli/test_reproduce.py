@@ -55,7 +55,7 @@ def command_lines(plan: Plan, *, of_runs: bool) -> list[str]:
     return [" ".join(step.words) for step in plan.steps if step.is_training == of_runs]
 
 
-def test_the_plan_of_table_2_is_four_runs_and_a_probe_for_each_cell():
+def test_table_2_needs_four_runs_and_a_probe_per_cell():
     plan = plan_of("cutting_the_skip/table2", roots={"imagenet1k": "/in", "voc2012": "/voc"})
 
     assert [run.name for run in plan.runs] == [
@@ -110,7 +110,7 @@ def test_overrides_reach_runs_or_probes_and_exclude_unreachable_rows():
 def test_phases_of_recipes_fit_a_short_run(override):
     lengths = set()
     for run in {run.recipe: run for run in experiments().values()}.values():
-        # An epoch has as many steps as with ImageNet; the run takes two steps or a full epoch.
+        # An epoch has as many steps as with ImageNet. The run takes two steps or a full epoch.
         timeline = Timeline(2 if "max_steps" in override else 1251, 1251)
         table = PublishedTable(
             paper="own", name="own", title="", setup="", unknown="", source="", rows=("row",),
@@ -129,7 +129,8 @@ def test_phases_of_recipes_fit_a_short_run(override):
         if "train.max_steps" in override:
             assert {word.partition("=")[0] for word in own} == long, run.name
         lengths |= long
-    # The recipes have every kind of phase. Periods, such as that of the monitor, may exceed a run.
+    # The recipes have every kind of phase. Periods, such as the epochs between two evaluations, may
+    # exceed a run.
     assert lengths == set(LENGTHS)
 
 
@@ -208,7 +209,7 @@ def test_a_run_is_fine_tuned_after_its_pretraining():
     )
 
 
-def test_the_plan_of_a_figure_ends_with_the_command_that_draws_it(capsys):
+def test_figure_plans_end_with_the_command_that_draws_them(capsys):
     for name, parts in {
         "orthogonal_self_attention/figure1": ["--over-steps", "--metric loss,val_loss"],
         "cutting_the_skip/figure2": ["--over-epochs", "--metric miou_oracle"],
@@ -307,9 +308,10 @@ def test_the_state_of_a_damaged_run_is_unknown(tmp_path, train):
 
 
 def simulate_steps(plan: Plan, endings) -> dict[str, tuple[str, int]]:
-    """Execute a plan with a stand-in for its training and probe commands.
+    """Execute a plan whose training and probe commands are replaced, so that nothing is computed.
 
-    The stand-in only creates the folders of training runs.
+    In place of a training command, only the folder of its run is created. In place of a probe
+    command, nothing is done.
 
     Args:
         plan: The commands with which `reproduce` fills a published table.
@@ -515,7 +517,7 @@ def test_figure_4_shows_the_first_images_of_the_validation_set(reproduced):
 
 
 @pytest.mark.slow
-def test_the_table_of_dino_has_knn_and_linear_accuracy_of_the_last_block(reproduced):
+def test_the_dino_table_has_two_accuracies_of_the_last_block(reproduced):
     six_classes("imagenet")
     words = ("--data-root", "imagenet1k=imagenet", *TINY, *DINO, "probe.image_size=32")
 

@@ -1,7 +1,7 @@
 """Test that `reproduce --run` fills a row of a table when the row's training run is finished.
 
-Training and probing for all tables would take GPU-years. Therefore, a stand-in executes the
-commands of each plan without computing anything. It writes the same files as the real commands: run
+Training and probing for all tables would take GPU-years. Therefore, the commands of each plan are
+replaced by an object that computes nothing. It writes the same files as the real commands: run
 folders with encoders and logs, and a record for each result of a probe. It builds each probe from
 the options of the command.
 """
@@ -48,7 +48,7 @@ PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "m
 def compose(
     task: str, dataset: str, overrides: tuple[str, ...]
 ) -> tuple[Probe, Dataset, dict[str, Any]]:
-    """Return the probe and the dataset of a command, and its general settings.
+    """Return the probe and the dataset that a command describes, and its general settings.
 
     General settings, such as `dtype` and `seed`, are not part of the probe or the dataset.
     """
@@ -58,9 +58,9 @@ def compose(
 
 
 class StandIn:
-    """A stand-in for `ssl-bench pretrain` and `ssl-bench probe`.
+    """A replacement of `ssl-bench pretrain` and `ssl-bench probe` that computes nothing.
 
-    It writes their output files without computing anything.
+    It writes the same output files as these commands, with made-up weights and scores.
     """
 
     def __init__(self) -> None:
@@ -172,9 +172,10 @@ def identify(address: str) -> Any:
 
 
 def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
-    """Run `reproduce --run` on a published table, with a stand-in that executes its commands.
+    """Run `reproduce --run` on a published table, with training and probing replaced.
 
-    Return the cells of the printed table.
+    `StandIn` writes the files that the replaced commands would write. Return the cells of the
+    printed table.
     """
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", identify)
@@ -215,9 +216,7 @@ def tables_with_slow_marks() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("table", tables_with_slow_marks())
-def test_every_row_with_a_run_is_filled_by_commands_that_parse(
-    table, tmp_path, monkeypatch, capsys
-):
+def test_commands_that_parse_fill_every_row_with_a_run(table, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plan = plan_table(table, PlanOptions(runs=Path("r"), out=Path("o"), roots={}, gpus=8))
     for step, line in zip(plan.steps, shell_commands(plan), strict=True):

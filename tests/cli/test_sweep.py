@@ -204,7 +204,7 @@ def no_type_checks() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_sweep_that_is_killed_halfway_computes_only_what_is_pending(workdir):
+def test_killed_sweeps_compute_only_pending_results_when_restarted(workdir):
     sizes = ["dataset.num_train=4", "dataset.num_val=3"]
     sweep = [
         "sweep",
@@ -258,7 +258,7 @@ def values(out: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")
-def test_jobs_that_share_the_blocks_of_one_probe_leave_one_table(workdir, capsys):
+def test_jobs_that_share_blocks_of_a_probe_write_one_table(workdir, capsys):
     sweep = ["sweep", "--task", "segmentation", "--checkpoint", "runs/one", *SMALL]
     sweep += ["dataset.num_train=4", "dataset.num_val=3", "probe.panels=0"]
     assert main([*sweep, "--out", "through"]) == 0
@@ -326,7 +326,7 @@ def test_printed_commands_run_in_a_shell(workdir, capsys):
 
     lines = [line.split("\0")[:-1] for line in run.stdout.splitlines()]
     assert len(lines) == 2
-    # A job contains its own layers instead of those of the sweep.
+    # A job contains its own layers instead of all layers of the sweep.
     for flag in flags.keys() - {"--layer"}:
         assert all(dict(pairwise(line))[flag] == flags[flag] for line in lines)
     assert lines == [shlex.split(line)[1:] for line in printed.splitlines()]
@@ -338,7 +338,8 @@ def test_printed_commands_run_in_a_shell(workdir, capsys):
     assert capsys.readouterr().out == ""
 
 
-# Stand-ins: sbatch keeps the script, and srun starts the command that it is given.
+# Replacements of SLURM's programs: sbatch only copies the script to the file $KEPT, and srun starts
+# the command in its arguments.
 SBATCH = """#!/bin/sh
 cp "$1" "$KEPT"
 echo "Submitted batch job 4711"

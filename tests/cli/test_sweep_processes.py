@@ -14,7 +14,8 @@ from ssl_bench import sweep
 from ssl_bench.sweep import Job, run_in_processes
 from ssl_bench.system.device import visible_devices
 
-# Stands for a probe. It logs its begin, its end and its device, and ends like its argument says.
+# Program that replaces a probe. It logs its begin, its end and its device. Its second argument
+# states how it ends, such as "killed".
 SCRIPT = textwrap.dedent(
     """
     import os, signal, sys, time
@@ -39,7 +40,7 @@ SCRIPT = textwrap.dedent(
 
 
 class _Job(Job):
-    """A stand-in for a sweep's job, with only a title and a text that states how the job ends."""
+    """A job of a sweep that has only a title and a text that states how the job ends."""
 
     title = ""
 
@@ -77,7 +78,7 @@ def test_more_jobs_than_devices_share_them_evenly(workdir, monkeypatch):
     list(run_in_processes([_Job(f"job{number}") for number in range(4)], 4, ["0", "1"]))
     begun = [device for what, _, device in log_rows() if what == "begin"]
     assert sorted(begun) == ["0", "0", "1", "1"]
-    # Without a list of devices, a job has those of this process.
+    # Without a list of devices, a job may use the devices of this process.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     list(run_in_processes([_Job("one")], 2))
     assert log_rows()[-1] == ["end", "one", "3"]
@@ -97,7 +98,7 @@ def test_a_job_that_ran_out_of_memory_is_retried_alone(workdir, capsys, ends, sa
     assert line.startswith(f"hungry {said}")
 
 
-def test_a_job_that_fails_again_or_for_another_reason_has_failed(workdir):
+def test_jobs_that_fail_again_or_for_other_reasons_have_failed(workdir):
     jobs = [_Job("hungry", "killed"), _Job("wrong", "fails"), _Job("good")]
 
     outcomes = {job.title: outcome for job, outcome in run_in_processes(jobs, 2)}

@@ -119,7 +119,8 @@ def train(between: Callable[[nn.Module, int], Any]) -> list[Any]:
 @pytest.mark.slow
 def test_training_continues_with_bitwise_identical_weights_after_a_probe(tmp_path):
     def between(module: nn.Module, step: int) -> None:
-        # All tasks of scenes with the module, then all of objects with an encoder made from it.
+        # After step 0, run all tasks that generated scenes support, with the module itself. After
+        # step 1, run the tasks of generated objects, with an encoder made from the module.
         encoder = ssl_bench.Encoder.from_module(module, epoch=step) if step else module
         dataset, task = ("toy_objects", "knn,classification,clustering") if step else ("toy", "all")
         ssl_bench.probe(encoder, task=task, dataset=dataset, layer=1, out=tmp_path, **FEW)

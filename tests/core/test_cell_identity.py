@@ -49,7 +49,7 @@ def workdir(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("task", choices("probe"))
-def test_batch_sizes_are_no_settings_and_tables_know_the_metric_version(task):
+def test_batch_sizes_are_no_settings_and_metric_versions_agree(task):
     usual = compose_config("probing", [f"probe={task}"])
     sizes = [f"{key}=3" for key in BATCH_SIZES if has_key(usual, key)]
     other = compose_config("probing", [f"probe={task}", *sizes])
@@ -131,7 +131,7 @@ def test_probes_that_read_training_images_record_them(workdir, task):
     assert {record.trained_on is not None for record in new_records} == {"train" in dataset.opened}
 
 
-def test_records_keep_their_key_if_training_images_change_during_a_run(workdir):
+def test_training_images_that_change_during_runs_keep_record_keys(workdir):
     config = compose_config("probing", ["probe=knn", *SMALL["knn"], "data.root=classes"])
     folders = ClassFolders("classes")
     dataset = cast(Any, ObservedDataset(folders, []))
@@ -152,7 +152,7 @@ def test_records_keep_their_key_if_training_images_change_during_a_run(workdir):
 
     assert len(new_records) == 4
     assert {cast(Any, record.trained_on).fingerprint for record in new_records} == {before}
-    # Each set is opened once, however many cells there are.
+    # Each set is opened once, however many results there are.
     assert sorted(dataset.opened) == ["train", "val"]
 
 

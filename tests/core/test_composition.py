@@ -85,7 +85,7 @@ def test_every_field_of_every_class_can_be_overridden(group):
             assert set(names) <= set(known)
 
 
-def test_keys_missing_in_a_file_have_the_default_of_the_class():
+def test_keys_missing_in_a_file_get_the_default_value():
     config = compose_config("pretraining", ["optimizer=soap", "optimizer.max_precond_dim=7"])
 
     assert "max_precond_dim" not in (config_folder() / "optimizer/soap.yaml").read_text()
@@ -103,7 +103,7 @@ def test_no_configuration_file_repeats_a_default():
 
 
 def calls(content: object) -> Iterator[dict[str, object]]:
-    """Yield each mapping that has the key `_target_` in the content of a file, also nested ones."""
+    """Yield each mapping with the key `_target_` in a file's content, including nested ones."""
     if isinstance(content, dict):
         yield from [content] if "_target_" in content else []
         for item in content.values():
@@ -116,7 +116,7 @@ def test_a_class_without_keys_is_completed_with_nested_defaults():
     assert call["crops"]["_target_"] == "pretrain.crops.multi.MultiCrop"
     assert call["crops"]["global_scale"] == [0.4, 1.0]
     assert describe(instantiate(call, "objective")) == describe(Dino(out_dim=9))
-    # Older configurations contain the former address of a class.
+    # Older configurations contain the module in which a class was before it moved.
     older = {"_target_": "pretrain.copying.objective.Copying", "letters": 3}
     assert instantiate(older, "objective") == Copying(letters=3)
 
@@ -153,15 +153,13 @@ OWN_MODULES = {
         ("none", ["fails with ModuleNotFoundError: No module named 'own_part.nothing'"]),
     ],
 )
-def test_the_error_for_a_broken_entry_point_names_its_package_and_line(
-    tmp_path, monkeypatch, name, reasons
-):
+def test_errors_for_broken_entry_points_name_package_and_line(tmp_path, monkeypatch, name, reasons):
     for path, text in OWN_MODULES.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     points = entry_points("probe")
-    # Another case has a package of the same name.
+    # Another case of this test has imported a package of the same name.
     for module in [module for module in sys.modules if module.startswith("own_part")]:
         monkeypatch.delitem(sys.modules, module)
 

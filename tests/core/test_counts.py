@@ -70,7 +70,7 @@ def test_mean_iou_of_a_dataset_equals_torchmetrics():
     assert float(mean_iou(counts.sum(0).numpy())) == pytest.approx(expected, abs=1e-4)
 
 
-def test_scores_of_single_pixels_and_of_no_pixels():
+def test_scores_of_single_pixels_are_defined_unlike_no_pixels():
     one, none = np.array([[0, 1], [0, 1], [0, 1]]), np.zeros((3, 2), int)
     both = np.stack([one, none])
     nan = float("nan")
@@ -105,7 +105,7 @@ def test_scores_of_object_masks_equal_values_computed_by_hand(counts, f_beta, io
 
 
 @pytest.mark.parametrize(("width", "hit"), [(2, True), (1.99, False)])
-def test_a_box_with_an_iou_of_one_half_is_a_hit(width, hit):
+def test_boxes_with_an_iou_of_one_half_are_hits(width, hit):
     ground_truth = np.array([[20.0, 20, 24, 24], [0, 0, 4, 4]])
     assert is_hit(np.array([0.0, 0, width, 4]), ground_truth) == hit
     # Intersection over union 4 / 12 and 0 / 9.

@@ -51,7 +51,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(device.index))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    # This check computes on the device.
+    # The replaced check would compute on the device.
     monkeypatch.setattr(module, "_require_usable", torch.device)
     return current
 
@@ -73,7 +73,7 @@ def test_each_process_of_torchrun_has_its_own_device(two_gpus, monkeypatch):
 
 def test_tf32_is_off_and_part_of_the_device_description(two_gpus):
     assert describe_device(torch.device("cuda")) == "cuda: H200, TF32 on"
-    # A container may turn it on by an environment variable.
+    # In a container, an environment variable may have turned TF32 on.
     torch.backends.cuda.matmul.allow_tf32 = True
 
     choose_device("cuda")
@@ -125,7 +125,8 @@ def test_large_tensors_reuse_memory():
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, cwd=REPOSITORY, capture_output=True
     )
-    # A tensor has 4,096 pages. Small blocks in between may take some of the kept memory.
+    # A tensor has 4,096 pages. Not all tensors may reuse memory, because small blocks may occupy
+    # parts of it.
     assert int(done.stdout) < 10 * 4096
 
 
@@ -266,7 +267,7 @@ def test_a_checkout_without_git_has_no_commit(monkeypatch, tmp_path):
     assert source_commit.__wrapped__() is None
 
 
-def test_the_commit_is_that_of_the_checkout_or_of_a_file_in_the_package(monkeypatch, tmp_path):
+def test_the_commit_comes_from_the_checkout_or_a_packaged_file(monkeypatch, tmp_path):
     package = tmp_path / "ssl_bench"
     package.mkdir()
     monkeypatch.setattr(process, "_PACKAGE", package)
@@ -348,7 +349,7 @@ def caused_by(cause: BaseException) -> Exception:
         (SystemExit("out of memory"), False),
     ],
 )
-def test_a_lack_of_memory_is_recognised_by_type_text_and_cause(error, expected):
+def test_lack_of_memory_is_recognised_by_type_text_and_cause(error, expected):
     assert is_out_of_memory(error) == expected
 
 
@@ -361,7 +362,7 @@ def test_a_lack_of_memory_is_recognised_by_type_text_and_cause(error, expected):
         (MemoryError("no room"), "report", "no room", None),
     ],
 )
-def test_the_error_for_a_lack_of_memory_has_one_line_and_a_hint(error, command, detail, hint):
+def test_out_of_memory_errors_have_one_line_and_a_hint(error, command, detail, hint):
     found = out_of_memory_error(error, command)
 
     assert isinstance(found, MachineError)

@@ -55,7 +55,7 @@ def test_every_experiment_builds(names):
 
 
 @pytest.mark.slow
-def test_the_name_of_a_run_composes_its_recipe_with_its_changes():
+def test_run_names_select_a_recipe_and_its_changes():
     # Some runs choose another file of a group, the others only change values.
     grouped = [n for n, run in RUNS.items() if any("." not in key for key in run.changes)]
     plain = [n for n, run in RUNS.items() if run.changes and n not in grouped]
@@ -69,7 +69,7 @@ def test_every_run_has_a_recipe():
     assert set(EXPERIMENTS) == set(RUNS)
 
 
-def test_each_row_has_its_own_run_on_the_images_of_the_table():
+def test_each_row_has_its_own_run_on_the_table_images():
     for table in load_published_tables():
         for row, address in table.runs.items():
             if not is_run(address):
@@ -121,7 +121,8 @@ def test_the_name_of_a_published_row_describes_its_run(name):
         assert row == ROWS[name](experiment(run.partition("@")[0]))
 
 
-# Stems of experiments, by the parts of the configuration in which their arms may differ.
+# Experiments whose names begin with one of these words form a group. A key lists the parts of the
+# configuration in which the experiments of such a group may differ.
 COMPARISONS = {
     "model": """convmixer_skip_cifar10 deit_imagenet dino_100_imagenet dino_300_imagenet
     graying_imagenet graying_tiny_imagenet initialisation_readings mae_imagenet_finetune
@@ -139,7 +140,7 @@ COMPARISONS = {
 @pytest.mark.parametrize(
     "parts", [pytest.param(n, marks=[pytest.mark.slow] * ("train" in n)) for n in COMPARISONS]
 )
-def test_the_arms_of_a_comparison_differ_in_their_named_parts(parts):
+def test_compared_experiments_differ_only_in_the_named_parts(parts):
     for stem in COMPARISONS[parts].split():
         arms = [name for name in EXPERIMENTS if name.startswith(f"{stem}_")]
         described = [describe(experiment(name)) for name in arms]

@@ -15,7 +15,8 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
 FILES = dict(re.findall(r"^`([\w/.]+)`:\n```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
-# Run the commands in the current folder and then the contract of datasets in the copy of the suite.
+# A program that runs the commands of the page in the current folder. Then it tests the dataset of
+# the page in a copy of the suite, to which the files of the page were added.
 RUN = """
 import json, os, sys
 suite, commands = sys.argv[1:]

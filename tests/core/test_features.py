@@ -27,7 +27,10 @@ def ours(**changes: Any) -> Encoder:
 
 
 def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -> Encoder:
-    """Return a timm Vision Transformer with random weights, as an encoder for any image size."""
+    """Return a timm Vision Transformer with random weights, as an encoder for any image size.
+
+    `changes` are further arguments of timm's class.
+    """
     model = timm.models.VisionTransformer(
         img_size=32, patch_size=8, embed_dim=dim, depth=depth, num_heads=num_heads, num_classes=0,
         dynamic_img_size=True, **changes,
@@ -59,7 +62,7 @@ def count_hooks(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("size", [(32, 32), (24, 56)])
-def test_every_facet_of_every_block_equals_timm_with_the_same_weights(size):
+def test_every_facet_equals_timm_with_the_same_weights(size):
     encoder = ours()
     images = torch.rand(2, 3, *size)
     one = FeatureExtractor(encoder, layers=ALL, facets=FACETS)(images)
@@ -99,7 +102,7 @@ def test_positions_of_timm_are_resized_like_ours_and_restored():
     assert module.model.patch_embed.grid_size == (4, 4)
 
 
-def test_query_key_and_value_are_the_thirds_of_the_qkv_layer_in_this_order():
+def test_query_key_and_value_are_consecutive_thirds_of_qkv():
     encoder = ours()
     seen: list[Tensor] = []
     facets = ("query", "key", "value")
@@ -111,7 +114,7 @@ def test_query_key_and_value_are_the_thirds_of_the_qkv_layer_in_this_order():
         assert torch.equal(found[facet], expected)
 
 
-def test_token_normed_is_the_final_norm_of_token_and_cls_the_output_of_the_model():
+def test_normed_facets_apply_the_final_norm_as_in_the_output():
     encoder = ours()
     images = torch.rand(2, 3, 32, 32)
     facets = ["token", "token_normed", "cls", "cls_normed"]
@@ -126,12 +129,13 @@ def test_token_normed_is_the_final_norm_of_token_and_cls_the_output_of_the_model
     torch.testing.assert_close(found[2]["cls_normed"], output)
 
 
-def test_a_changed_patch_changes_the_feature_at_its_row_and_column():
+def test_a_changed_patch_changes_the_feature_at_its_position():
     encoder = ours()
     extractor = FeatureExtractor(encoder, layers=[0], facets=["value"])
     image = torch.full((1, 3, 24, 40), 0.5)
     changed = image.clone()
-    changed[..., 8:16, 32:40] = 0.9  # Row 1, column 4; the values of block 0 do not mix patches.
+    # The changed patch is in row 1 and column 4. The values of block 0 do not mix patches.
+    changed[..., 8:16, 32:40] = 0.9
     difference = extractor(image)[0]["value"] - extractor(changed)[0]["value"]
     moved = difference.abs().amax(-1)[0] > 1e-6
     assert moved.nonzero().tolist() == [[1, 4]]
@@ -184,7 +188,7 @@ def test_no_hook_stays_after_a_pass_or_an_error():
     assert count_hooks(encoder.module) == 0
 
 
-def test_features_have_no_graph_and_heads_can_be_trained_on_them():
+def test_heads_can_be_trained_on_features_which_have_no_graph():
     encoder = ours()
     encoder.module.requires_grad_(True)
     features = FeatureExtractor(encoder, layers=[0])(torch.rand(1, 3, 16, 16))[0]["token"]
@@ -249,7 +253,7 @@ def test_images_beyond_the_range_of_float16_are_computed_in_float32(capsys):
     assert [re.findall(r"\d+", line) for line in lines] == [["32", "16", "2"], ["32", "16", "4"]]
 
 
-def test_only_blocks_beyond_the_range_of_float16_are_computed_in_float32():
+def test_only_blocks_beyond_float16_range_are_computed_in_float32():
     encoder = ours()
     weight: Any = encoder.module.get_submodule("blocks.2.mlp.fc2").weight
     weight.data *= 1e7
@@ -326,7 +330,7 @@ def limited_encoder():
         yield encoder, batch_sizes
 
 
-def test_a_batch_that_is_too_large_is_halved_and_its_features_are_the_same(limited_encoder, capsys):
+def test_too_large_batches_are_halved_and_give_the_same_features(limited_encoder, capsys):
     encoder, batch_sizes = limited_encoder
     images = torch.rand(7, 3, 32, 32)
     whole = FeatureExtractor(ours(), layers=ALL, facets=["token", "cls"])(images)
@@ -344,7 +348,7 @@ def test_a_batch_that_is_too_large_is_halved_and_its_features_are_the_same(limit
     assert not capsys.readouterr().err
 
 
-def test_values_that_are_not_finite_are_found_in_any_part_of_a_batch(limited_encoder):
+def test_non_finite_values_are_found_anywhere_in_a_batch(limited_encoder):
     encoder, _ = limited_encoder
     images = torch.rand(5, 3, 32, 32)
     images[3] = torch.nan
@@ -364,7 +368,7 @@ def test_the_first_block_with_non_finite_values_is_named():
             extractor(torch.rand(2, 3, 32, 32))
 
 
-def test_a_single_image_that_is_too_large_raises_the_error_of_the_device():
+def test_single_images_that_are_too_large_raise_the_device_error():
     encoder = ours()
 
     def refuse(*_: object) -> None:

@@ -92,7 +92,7 @@ def test_no_field_accepts_infinite_or_huge_numbers():
         (Annotated[list[int], ListLength(1, 3)], ([1], [1, 2, 3]), "a list of 1 to 3 items"),
     ],
 )
-def test_the_ends_of_a_range_are_legal_and_the_message_names_them(kind, legal, words):
+def test_range_ends_are_legal_and_named_in_the_message(kind, legal, words):
     for value in legal:
         require_type("probe.key", kind, value)
     with pytest.raises(ConfigurationError):

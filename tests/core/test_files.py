@@ -127,7 +127,7 @@ def test_a_cache_file_that_others_could_have_written_is_refused(tmp_path, kind):
         open_trusted(path)
 
 
-def test_a_file_with_a_read_error_in_an_untrusted_folder_is_empty(tmp_path, monkeypatch):
+def test_unreadable_files_in_an_untrusted_folder_count_as_empty(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_bytes(b"{}")
 
     def fail(*_: object) -> bytes:
@@ -178,7 +178,7 @@ def test_the_content_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert events == ["5 bytes", "name", "folder"]
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
+def test_failed_writes_keep_only_the_old_file(tmp_path):
     write_text_atomically(tmp_path / "a.txt", "old")
 
     def fail(file):

@@ -79,7 +79,7 @@ def test_sizes_of_the_user_that_do_not_fit_are_refused(workdir, capsys, task, mo
     assert not list(Path("results").rglob("*.json"))
 
 
-def test_maps_have_the_size_of_the_encoder_and_at_least_224(workdir, capsys):
+def test_maps_have_the_encoder_size_but_at_least_224_pixels(workdir, capsys):
     encoder_file(workdir / "b.safetensors", config=ViTConfig(288, 72, 12, 2, 2))
     for name in ("a", "b"):
         assert main(probe_words("pca", "probe.panels=1", checkpoint=f"{name}.safetensors")) == 0

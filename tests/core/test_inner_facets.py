@@ -165,7 +165,7 @@ def test_maps_have_rows_and_columns_of_their_patches(layout):
     assert torch.equal(features["blocks.*.shown"], features["token"])
 
 
-def test_a_map_with_as_many_channels_as_rows_is_not_transposed():
+def test_maps_with_as_many_channels_as_rows_are_not_transposed():
     # With 12 channels and 12 x 12 patches, the shape does not show which dimension is which.
     shown = Apply(lambda x: x[:, 1:].unflatten(1, (2, 3) if x.shape[1] == 7 else (12, 12)))
     facets = ["token", "blocks.*.shown"]
@@ -193,7 +193,7 @@ def test_a_submodule_that_cannot_be_probed_is_refused(make, facet, named):
 
 
 @pytest.mark.parametrize("facet", INNER_FACETS)
-def test_the_error_for_a_missing_part_of_a_block_lists_its_parts(facet):
+def test_errors_for_missing_block_parts_list_the_existing_parts(facet):
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     encoder = encoder_from_model(build_encoder(config, seed=0), name="mixer")
 
@@ -228,7 +228,7 @@ def test_blocks_of_different_widths_are_refused():
     assert FeatureExtractor(encoder, layers=[1], facets=["mlp_hidden"]).width("mlp_hidden") == 20
 
 
-def test_a_facet_name_is_parsed_into_a_general_name_and_a_block():
+def test_facet_names_are_parsed_into_a_name_and_a_block():
     known = ("key", "token")
     for facet, names, block in [
         ("blocks.7.mlp.fc1", ("blocks.*.mlp.fc1",), 7),

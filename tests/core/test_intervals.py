@@ -38,7 +38,11 @@ def some_counts(images=12, classes=5):
 
 
 def miou(counts, classes=slice(None)):
-    """Compute the mean IoU in percent directly from its definition."""
+    """Compute the mean IoU in percent directly from its definition.
+
+    `counts` has the shape [images, 3, classes]. The second axis has the numbers of correct,
+    predicted and true pixels. Only the classes selected by `classes` count.
+    """
     found = []
     for right, predicted, true in counts.sum(0, dtype=np.float64)[:, classes].T:
         union = predicted + true - right
@@ -55,7 +59,7 @@ def test_intervals_of_shares_are_those_of_clopper_and_pearson():
 
 
 def test_the_mean_iou_of_two_images_equals_the_hand_count():
-    # The IoUs are 1 / 2 and 3 / 4. That of both images is 4 / 6.
+    # The IoUs of the images are 1 / 2 and 3 / 4. Both images together have 4 / 6.
     found = mean_iou_estimate(np.array([[[1], [1], [2]], [[3], [4], [3]]], np.int32))
 
     assert found.value == pytest.approx(200 / 3)
@@ -84,7 +88,7 @@ def test_the_interval_equals_a_loop_over_images_in_numpy():
     assert pixel_accuracy_estimate(counts).ci95() == pytest.approx(ends)
 
 
-def test_the_interval_includes_the_mean_iou_without_a_falsely_predicted_class():
+def test_intervals_include_mean_iou_without_a_falsely_predicted_class():
     counts = some_counts(80)
     wrong = counts.copy()
     wrong[0] += np.array([[0], [5], [0]]) * (np.arange(5) == 4)
@@ -131,7 +135,7 @@ def population(classes, images=1500):
 
 # Percentile bootstrap intervals would contain the true value in 47 and 8 of these 60 cases.
 @pytest.mark.parametrize("classes", [21, pytest.param(150, marks=pytest.mark.slow)])
-def test_nine_of_ten_intervals_contain_the_mean_iou_of_the_population(classes):
+def test_nine_of_ten_intervals_contain_the_true_mean_iou(classes):
     whole = population(classes)
     random = np.random.default_rng(0)
 
@@ -197,7 +201,7 @@ def test_intervals_of_average_precision_contain_the_true_value():
     assert sum(low <= truth <= high for low, high in ends) >= 39
 
 
-def test_the_interval_and_p_value_of_a_mean_use_students_t():
+def test_intervals_and_p_values_of_means_use_students_t():
     one, other = RANDOM.normal(50, 9, (2, 25))
     ends = scipy.stats.t.interval(0.95, 24, one.mean(), one.std(ddof=1) / 5)
     assert mean_estimate(one).ci95() == pytest.approx(ends)
@@ -211,7 +215,7 @@ def test_the_interval_and_p_value_of_a_mean_use_students_t():
     assert len(few_images_warning(FEW_IMAGES - 1)) == 1
 
 
-def test_p_is_below_0_05_if_and_only_if_the_interval_excludes_0():
+def test_p_is_below_5_percent_exactly_if_intervals_exclude_0():
     sides = set()
     for shift in np.linspace(0, 0.6, 20):
         hits = RANDOM.random((2, 30)) < np.array([[0.2 + shift], [0.2]])

@@ -60,7 +60,7 @@ def _default(task: str, field: str) -> str:
     return usual.get(field, "adamw" if task == "segmentation" else "lbfgs")
 
 
-def test_the_order_of_the_overrides_of_a_part_does_not_matter():
+def test_the_order_of_component_overrides_does_not_matter():
     first = build_probe("segmentation", "probe.training.c_values=[1.0]", "probe.training=lbfgs")
     last = build_probe("segmentation", "probe.training=lbfgs", "probe.training.c_values=[1.0]")
 
@@ -82,7 +82,7 @@ def test_the_order_of_the_overrides_of_a_part_does_not_matter():
         ("segmentation", ["probe.loss._target_=os.system"], "_target_"),
     ],
 )
-def test_the_error_for_a_wrong_part_or_key_names_the_right_one(task, overrides, hint):
+def test_errors_for_wrong_parts_or_keys_name_the_right_one(task, overrides, hint):
     with pytest.raises(ConfigurationError, match=re.escape(hint)):
         build_probe(task, *overrides)
 

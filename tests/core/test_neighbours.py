@@ -1,4 +1,4 @@
-"""Test that the nearest neighbours are exactly those of a full matrix product.
+"""Test that the nearest neighbours equal the result of a full matrix product exactly.
 
 This must also hold if faiss proposes candidates, from which the exact neighbours are chosen.
 """
@@ -53,7 +53,7 @@ def test_faiss_and_the_product_are_bitwise_identical(monkeypatch, num_queries):
     assert_identical(found, nearest(queries @ memory.T, 20))
 
 
-def test_the_product_decides_if_more_vectors_are_equal_than_faiss_returns(monkeypatch):
+def test_products_decide_if_faiss_cannot_return_all_equal_vectors(monkeypatch):
     memory = torch.cat([unit_vectors(2000), unit_vectors(1, seed=5).expand(200, -1)])
     queries = torch.cat([unit_vectors(40, seed=1), memory[-40:]])
     rows = record_products(monkeypatch)
@@ -100,7 +100,7 @@ def test_faiss_is_used_for_large_sets(monkeypatch, num_vectors, num_queries, eng
     assert bool(rows) != by_faiss
 
 
-def test_a_faiss_without_gpu_is_refused_for_tensors_of_a_gpu(monkeypatch):
+def test_faiss_without_gpu_support_is_refused_for_gpu_tensors(monkeypatch):
     faiss = ModuleType("faiss")
     faiss.__version__ = "9.9"  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(sys.modules, "faiss", faiss)

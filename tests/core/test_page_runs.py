@@ -46,7 +46,8 @@ SHOWN = [
     for one in COMMANDS
     if one.suite
     and not one.is_name
-    # test_extending.py runs the commands of the first page. Those of the second need trained runs.
+    # test_extending.py runs the commands of the first page. The commands of the second page need
+    # trained runs.
     and one.page not in ("docs/extending.md", "docs/papers.md")
     and "--help" not in one.suite
     and not any(part in one.text for part in NOT_RUN)
@@ -107,7 +108,12 @@ def test_the_commands_of_a_page_run_in_order(page, prepared, tmp_path, monkeypat
 
 
 def run_command(shown: PageCommand, folder: Path) -> str:
-    """Run a shortened command of a documentation page. Return its errors, or "" if it succeeds."""
+    """Run a shortened command of a documentation page. Return its errors, or "" if it succeeds.
+
+    Args:
+        shown: The command as the page shows it.
+        folder: Folder with the input files from `create_inputs`.
+    """
     words = shorten(shown.suite, folder)
     copy_records(words)
     # The streams are files, because a table may be bytes.

@@ -81,7 +81,7 @@ def test_a_log_gets_lines_with_the_time_left(capsys, monkeypatch):
     assert list(map(output.format_size, sizes)) == [*sizes.values()]
 
 
-def test_the_time_left_on_a_terminal_ignores_the_first_slow_item():
+def test_time_left_on_a_terminal_ignores_the_slow_first_item():
     def load_then_crawl() -> None:
         for number in show_progress(range(60), "loading"):
             time.sleep(0.005 if number else 0.5)
@@ -94,7 +94,7 @@ def test_the_time_left_on_a_terminal_ignores_the_first_slow_item():
     assert max(late) <= 3
 
 
-def test_the_rate_of_a_bar_is_that_of_the_items_after_the_first(monkeypatch):
+def test_the_rate_of_a_bar_ignores_the_first_item(monkeypatch):
     bar, rates = output.bar_class()(total=20, initial=10, file=io.StringIO()), list[float]()
     monkeypatch.setattr(bar, "start_t", 0.0)
     for now in (50.0, 52.0, 54.0, 58.0):

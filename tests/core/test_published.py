@@ -68,14 +68,14 @@ def test_training_accuracies_are_compared_with_runs_and_not_with_probes():
     ("name", "hint"),
     [("tabel2", "--paper table2"), ("figure1", "--paper orth"), ("x", "always_skip_attention:")],
 )
-def test_the_error_for_an_unknown_or_ambiguous_table_names_known_ones(name, hint):
+def test_errors_for_unknown_or_ambiguous_tables_name_known_ones(name, hint):
     with pytest.raises(ConfigurationError, match=hint):
         load_published_table(name)
     long = load_published_table("cutting_the_skip:figure3")
     assert long is load_published_table("figure3")
 
 
-def test_a_record_is_compared_with_values_of_the_same_metric_and_dataset():
+def test_records_are_compared_within_the_same_metric_and_dataset():
     cut = {(b.table, b.column) for b in find_published_values(CUT)}
     part = {b.column for b in find_published_values(replace(CUT, dataset="coco20k-7"))}
     heads = {(b.table, b.column) for b in find_published_values(HEADS)}
@@ -97,7 +97,7 @@ def test_a_record_is_compared_with_values_of_the_same_metric_and_dataset():
         assert find_published_values(replace(HEADS, **change)) == ()
 
 
-def test_published_values_have_the_settings_of_the_paper_and_the_record():
+def test_published_values_have_the_settings_of_paper_and_record():
     run = replace(CUT, task="supervised", dataset="mnist", metric="top1", facet="head")
     trained = replace(run, details={"training": "10 epochs, batch 128"})
     heads = replace(HEADS, settings={"image_size": 256, "epochs": 10})
@@ -190,7 +190,7 @@ def write_papers(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_an_arm_has_the_settings_of_its_stem_and_additional_ones(tmp_path):
+def test_longer_experiment_names_extend_the_settings_of_shorter_ones(tmp_path):
     stem = "  a:\n    images: mnist\n    set: {model: x, model.depth: 3}\n"
     arms = "    arms:\n      b: {model: y, train.epochs: 4}\n"
 

@@ -50,7 +50,7 @@ def test_the_properties_of_a_module_are_found():
     with torch.no_grad():
         module.get_parameter("trunk.0.mlp.0.bias").add_(1)
     assert ssl_bench.Encoder.from_module(module).sha256 != encoder.sha256
-    # The only size is that of the positions.
+    # The number of position embeddings determines the only size that the module accepts.
     module.positions = nn.Parameter(torch.randn(1, 1 + 9**2, 16))
     assert ssl_bench.Encoder.from_module(module).native_size == (72, 72)
 
@@ -102,7 +102,7 @@ def test_blocks_may_return_lists_and_have_different_widths():
     assert (encoder.depth, encoder.dim, encoder.num_heads, encoder.patch_size) == (2, 6, 2, 8)
     assert (encoder.any_size, encoder.has_cls) == (True, False)
     assert encoder.fallback_facets == {"cls": "patch_mean"}
-    # Only numbers of heads count, and keys need `attn.qkv` in every block.
+    # The value True does not count as a number of heads. Keys need `attn.qkv` in every block.
     for heads, expected in ((2, 2), (True, 0)):
         module = _Staged(_Attention(4, 4, heads), _Attention(4, 4, 3, has_qkv=False))
         encoder = ssl_bench.Encoder.from_module(module)
@@ -132,7 +132,7 @@ def test_blocks_with_names_have_numbers():
     torch.testing.assert_close(found[1]["token"].flatten(1, 2), outputs[0][:, 1:])
 
 
-def test_the_patch_size_of_a_hierarchical_module_is_the_stride_of_its_blocks():
+def test_hierarchical_modules_have_the_block_stride_as_patch_size():
     resnet = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 3, 2])
     swin = torchvision.models.SwinTransformer([4, 4], 12, [1, 1, 3, 1], [1, 1, 1, 1], [7, 7])
     for module, blocks, expected in (
@@ -313,7 +313,7 @@ def test_results_without_records_are_empty_tables():
         empty.plot()
 
 
-def test_the_identity_of_a_module_ignores_the_import_name_of_its_file():
+def test_module_identity_ignores_the_import_name_of_the_file():
     makers = [runpy.run_path(FILE, run_name=name)["own"] for name in ("__main__", "mine")]
 
     one, other = (ssl_bench.Encoder.from_module(make()) for make in makers)
@@ -618,7 +618,7 @@ def test_features_with_other_settings_are_never_mixed(tmp_path, monkeypatch, cap
     ("name", "function", "options"),
     [("skipless", skipless_, {"alpha": 2.0}), ("mimetic", mimetic_, {})],
 )
-def test_initialisers_draw_the_same_weights_for_a_model_of_the_user(name, function, options):
+def test_initialisers_draw_the_same_weights_for_user_models(name, function, options):
     config = TimmConfig("vit_tiny_patch16_224", depths=[2], init=name, init_options=options)
     ours = build_encoder(config, seed=5)
     own = timm.create_model("vit_tiny_patch16_224", num_classes=0, depth=2)
@@ -666,7 +666,7 @@ def test_a_file_without_an_encoder_is_refused(tmp_path, monkeypatch, name, conte
         ssl_bench.load_encoder(name)
 
 
-def test_a_module_in_a_file_uses_the_mean_and_deviation_of_its_address(tmp_path, monkeypatch):
+def test_modules_in_files_use_the_normalisation_of_their_address(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT)
     Path("mine.py").write_text("from tests.support.own_module import own\n")

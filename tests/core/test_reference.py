@@ -37,7 +37,7 @@ def keys_of_flags() -> Iterator[tuple[str, str, str]]:
             yield command, flag, key
 
 
-def test_the_help_of_a_flag_names_the_key_that_it_sets():
+def test_flag_help_names_the_key_that_the_flag_sets():
     named = {
         (command, action.dest, found[1])
         for command, action in flags()
@@ -84,7 +84,7 @@ def test_a_flag_sets_its_key(command, flag, key, monkeypatch):
     assert has_key(config, key)
 
 
-def test_the_batch_size_of_a_probe_is_one_of_the_keys_in_the_reference():
+def test_probes_have_a_batch_size_key_from_the_reference():
     config = probing_config("knn", "toy", [])
 
     assert any(has_key(config, key) for key in BATCH_SIZES)
@@ -121,7 +121,7 @@ def test_the_page_of_exit_codes_lists_those_of_the_errors():
     assert listed == {0, errors.INTERRUPTED, *codes}
 
 
-def test_the_page_of_environment_variables_lists_those_that_the_code_reads():
+def test_the_environment_page_lists_variables_that_the_code_reads():
     page = set(re.findall(r"`([A-Z][A-Z_]+)", (PAGES / "environment.md").read_text()))
     sources = [
         file.read_text() for package in errors.PACKAGES for file in (ROOT / package).rglob("*.py")
@@ -134,7 +134,7 @@ def test_the_page_of_environment_variables_lists_those_that_the_code_reads():
     assert {name for name in page - READ_BY_LIBRARIES if f'"{name}"' not in code} == set()
 
 
-def test_the_page_of_the_python_api_has_the_names_of_the_examples():
+def test_the_python_api_page_has_all_names_in_examples():
     text = (ROOT / "docs/python.md").read_text()
     listed = re.findall(r"^::: ([\w.]+)$", (PAGES / "python_api.md").read_text(), re.MULTILINE)
     imported = re.findall(

@@ -70,7 +70,7 @@ def test_error_for_a_run_folder_recommends_to_probe_its_encoder(tmp_path):
 
 @pytest.mark.parametrize("log", ["", "[]\n", "not JSON\n"])
 @pytest.mark.parametrize("objective", ["x", "{_target_: a.Dino}"])
-def test_a_folder_with_unrelated_config_and_log_files_is_no_run(tmp_path, log, objective):
+def test_folders_with_unrelated_config_and_log_files_are_no_runs(tmp_path, log, objective):
     (tmp_path / "config.yaml").write_text(f"objective: {objective}\nmodel: {{}}\n")
     (tmp_path / "log.jsonl").write_text(log)
 
@@ -78,7 +78,7 @@ def test_a_folder_with_unrelated_config_and_log_files_is_no_run(tmp_path, log, o
         ResultStore(tmp_path).records()
 
 
-def test_the_error_without_records_names_the_first_file_and_another_folder(tmp_path):
+def test_errors_without_records_name_a_file_and_another_folder(tmp_path):
     store = ResultStore(tmp_path / "a{b}")
     with pytest.raises(DataError, match="no records in") as raised:
         store.records()
@@ -90,7 +90,7 @@ def test_the_error_without_records_names_the_first_file_and_another_folder(tmp_p
         store.records()
 
 
-def test_records_are_sorted_by_path_and_older_ones_are_counted_once(tmp_path):
+def test_records_are_sorted_by_path_and_outdated_ones_counted_once(tmp_path):
     store = ResultStore(tmp_path)
     for task in ("tokencut", "lost"):
         for layer in (1, 0):
@@ -168,7 +168,7 @@ def test_only_possible_records_are_read(tmp_path, changes, reason):
     assert reason is None or reason in store.unreadable[path]
 
 
-def test_a_record_in_the_folder_of_another_task_is_a_copy(tmp_path):
+def test_records_in_the_folder_of_another_task_are_copies(tmp_path):
     store = ResultStore(tmp_path)
     path = store.save(RECORD)
     moved = Path(str(path).replace("/tokencut/", "/lost/"))
@@ -222,14 +222,14 @@ def test_per_image_values_match_only_a_record_of_their_metric(kind, values, valu
         ("iou", "object_iou"), ("accuracy", "object_accuracy"), ("top1", "hits"),
     ],
 )  # fmt: skip
-def test_the_kind_of_older_per_image_values_follows_from_their_shape_and_metric(metric, kind):
+def test_older_per_image_values_are_recognised_by_shape_and_metric(metric, kind):
     assert guess_kind(metric, np.zeros((2, 4), int)) == kind
     assert guess_kind(metric, np.zeros(2, int)) == "hits"
     assert guess_kind(metric, np.zeros(2)) == "percent"
 
 
 @pytest.mark.parametrize("content", ["{}", '"ab"', "[1]", '["a", null]', "[", ""])
-def test_a_file_of_image_ids_with_other_content_is_left_out(tmp_path, content):
+def test_files_of_image_ids_with_other_content_are_ignored(tmp_path, content):
     store = ResultStore(tmp_path)
     store.save_image_ids("b" * 64, ["a", "b"])
     assert store.image_ids("b" * 64) == ("a", "b")
@@ -307,7 +307,7 @@ def test_the_later_of_two_records_with_equal_settings_is_returned(tmp_path):
     assert sorted(record.value for record in store.records()) == [42.0, 43.0]
 
 
-def test_a_flipped_bit_of_a_record_is_never_read_as_another_record(tmp_path):
+def test_records_with_a_flipped_bit_are_never_read_as_others(tmp_path):
     store = ResultStore(tmp_path)
     path = store.save(RECORD)
     (before,), content = store.records(), path.read_bytes()

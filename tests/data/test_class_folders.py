@@ -86,7 +86,7 @@ def test_a_share_is_taken_of_every_class(tmp_path):
 
 
 @pytest.mark.parametrize("fingerprint", ["content", "stat"])
-def test_a_copy_is_found_among_files_of_equal_size_and_time(tmp_path, fingerprint):
+def test_copies_are_found_among_files_of_equal_size_and_time(tmp_path, fingerprint):
     save_images(tmp_path, "train/a/1.bmp", "train/b/2.bmp", "train/b/3.bmp", "val/b/4.bmp")
     (tmp_path / "val/b/4.bmp").write_bytes((tmp_path / "train/b/2.bmp").read_bytes())
     for path in tmp_path.rglob("*.bmp"):
@@ -112,7 +112,7 @@ def test_a_root_without_class_folders_or_images_is_refused(tmp_path):
         ImageFolder(tmp_path / "empty").images()
 
 
-def test_a_user_may_name_the_images_but_not_as_published_ones(tmp_path):
+def test_users_may_name_images_but_not_like_published_datasets(tmp_path):
     save_images(tmp_path, "train/cat/1.png", "val/cat/2.png", "train/dog/3.png", "val/dog/4.png")
     named = ClassFolders(tmp_path, name="pets")
 

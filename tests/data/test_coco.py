@@ -81,7 +81,7 @@ def test_only_boxes_of_listed_images_are_in_the_fingerprint(root, dataset):
     assert dataset.images().fingerprint() != before
 
 
-def test_the_folder_above_and_a_part_of_the_list_can_be_given(root, tmp_path):
+def test_the_parent_folder_or_a_partial_list_is_accepted(root, tmp_path):
     half = Coco20k(tmp_path, discovery_split="train2014:0-34%", cache=tmp_path / "cache")
 
     assert half.discovery().ids == half.images().ids == (stem(7),)
@@ -138,7 +138,7 @@ def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):
     assert dataset.discovery().name == "coco20k"
 
 
-def test_the_list_is_named_or_in_the_root_or_beside_it_or_downloaded(
+def test_lists_are_given_found_near_the_root_or_downloaded(
     root, dataset, tmp_path, server, monkeypatch
 ):
     subset, beside = (
@@ -230,6 +230,7 @@ def write_stuff(root: Path, name: str, mask: list[list[int]], maps: str = "stuff
     """Write a training image of COCO-Stuff and its mask.
 
     `name` is the file name of the mask without its suffix. Its first 12 digits are the image id.
+    `maps` is the folder of the masks below `root`.
     """
     image_path = root / f"images/train2017/{name[:12]}.jpg"
     mask_path = root / maps / f"train2017/{name}.png"
@@ -271,7 +272,7 @@ def test_ids_are_made_contiguous_over_the_gaps(stuff):
     assert mask_of(images[0]).tolist() == [[0, 10, 11], [255, 80, 170]]
 
 
-def test_the_class_table_lists_what_occurs_with_the_groups_of_coco():
+def test_the_class_table_lists_occurring_classes_with_coco_groups():
     classes = read_classes()
     groups = Counter(group for _, group in classes.values())
 
@@ -284,7 +285,7 @@ def test_the_class_table_lists_what_occurs_with_the_groups_of_coco():
     assert classes[169] == ("vegetable", "food-stuff")
 
 
-def test_names_follow_the_classes(stuff):
+def test_class_names_match_the_class_numbers(stuff):
     fine, coarse = stuff_halves(stuff).train(), stuff_halves(stuff, 27).train()
 
     assert len(fine.class_names) == 171

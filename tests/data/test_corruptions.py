@@ -92,7 +92,7 @@ def test_scored_images_are_corrupted_and_training_images_are_not(folders):
     assert np.array_equal(one.image, corrupt_image(clean.image, snow, clean.image_id))
 
 
-def test_both_images_of_a_pair_are_corrupted_by_their_own_id(tmp_path):
+def test_both_images_of_a_pair_have_their_own_corruption(tmp_path):
     dataset = Spair71k(spair(tmp_path))
     noise = Corruption("gaussian_noise", 2)
     clean, found = dataset.val()[0], corrupt_dataset(dataset, noise).val()[0]
@@ -107,7 +107,7 @@ def test_both_images_of_a_pair_are_corrupted_by_their_own_id(tmp_path):
 
 @dataclass(frozen=True)
 class OneVideo:
-    """A stand-in for an `ImageSet` that contains a single video."""
+    """A minimal image set that contains a single video."""
 
     video: Sample
     name = "videos"
@@ -125,7 +125,7 @@ class OneVideo:
         return "0"
 
 
-def test_each_frame_of_a_video_is_corrupted_by_its_own_id():
+def test_each_frame_of_a_video_has_its_own_corruption():
     snow, clean = Corruption("snow", 2), picture()
     frames = Frames(3, lambda number: Sample(f"dog/{number}", clean, mask=clean[..., 0] // 200))
     video = OneVideo(replace(frames[0], image_id="dog", frames=frames))

@@ -60,7 +60,7 @@ def test_numbers_are_millimetres_and_0_is_unknown(folders):
     assert other.ravel().tolist() == pytest.approx([0, 0.01, 12.34, 0, 25, 0.09])
 
 
-def test_8_bit_maps_and_shares_of_a_split(folders):
+def test_8_bit_depth_maps_and_shares_of_splits_are_read(folders):
     save(folders / "depth/train/x/b.png", [[0, 1, 2], [3, 4, 255]], np.uint8)
     halves = {"train_split": "train:0-50%", "val_split": "train:50-100%"}
     dataset = DepthFolders(folders, **halves, metres_per_unit=0.5)
@@ -138,7 +138,7 @@ def test_depth_outside_of_the_eigen_crop_is_unknown(nyu):
     assert Nyu(nyu).val().fingerprint() != Nyu(nyu, eigen_crop=False).val().fingerprint()
 
 
-def test_splits_of_nyu_have_ids_and_names_and_a_list_selects_images(nyu, capsys):
+def test_nyu_splits_have_ids_and_lists_select_images(nyu, capsys):
     dataset, listed = Nyu(nyu.parent), Nyu(nyu, lists="{split}_list.txt")
 
     assert (dataset.train().ids, dataset.val().ids) == (IDS["train"], IDS["test"])

@@ -13,7 +13,7 @@ OTHER = "0" * 64
 SIDECAR = "last.safetensors.sha256"
 
 
-def test_weights_load_whichever_line_is_theirs(tmp_path):
+def test_weights_load_if_any_line_has_their_digest(tmp_path):
     path = encoder_file(tmp_path / "last.safetensors")
     digest = file_sha256(path)
     own, other = f"{digest}  {path.name}", f"{OTHER}  {path.name}"

@@ -82,7 +82,7 @@ def test_cityscapes_has_19_classes_in_folders_of_cities(cityscapes):
     assert mask_of(dataset) == [[0, 1, 18], [255, 255, 16]]
     assert (val.name, val.class_names[::18]) == ("cityscapes-3", ("road", "bicycle"))
     assert dataset.images()[1].mask is None
-    # These numbers are part of the fingerprint, so they must be those of older versions.
+    # These numbers are part of the fingerprint, so they must be the same as in older versions.
     assert val.masks is not None
     assert sorted(val.masks.labels.classes) == [*range(34), 255]
     with pytest.raises(DataError, match=r"no split test\. .*: val, train"):
@@ -174,7 +174,7 @@ def test_a_mask_of_two_classes_may_hold_one_number_only(folders):
         assert mask_of(ImageMaskFolders(folders, **NAMED)) == [[number] * 3] * 2
 
 
-def test_class_names_may_be_in_a_file_and_numbers_begin_at_one(folders):
+def test_class_names_come_from_files_and_numbers_start_at_1(folders):
     (folders / "classes.txt").write_text("road\n sky \n\n")
     save(folders, "masks/val/c.png", [[0, 1, 2], [2, 255, 0]])
     dataset = ImageMaskFolders(folders, reduce_zero=True)
@@ -263,7 +263,7 @@ def test_a_palette_in_another_order_than_the_others_is_refused(folders):
 @pytest.mark.parametrize(
     ("levels", "is_refused"), [((0, 2, 255), True), ((0, 255), False), ((0, 128, 255), False)]
 )
-def test_a_grey_mask_to_which_a_tool_added_a_palette_is_refused(folders, levels, is_refused):
+def test_grey_masks_with_an_added_palette_are_refused(folders, levels, is_refused):
     mask = [[*range(len(levels)), 0]]
     save(folders, "images/val/c.jpg", [[(9, 8, 7)] * (len(levels) + 1)])
     save_with_palette(folders / "masks/val/c.png", mask, [(level,) * 3 for level in levels])

@@ -47,7 +47,7 @@ def test_a_line_of_spair_names_both_images_and_their_points(base):
     assert (pair.extent, pair.category) == (50.0, "cat")
 
 
-def test_a_share_of_the_pairs_is_named_after_all_and_images_need_no_pairs(base):
+def test_pair_subsets_keep_the_name_and_images_need_no_pairs(base):
     pairs, images = Spair71k(base, val_split="test:0-67%").val(), Spair71k(base).images()
 
     assert (len(pairs), pairs.name, pairs.split) == (2, "spair71k-3", "test:0-67%")

@@ -143,7 +143,7 @@ def test_bytes_around_the_end_marker_do_no_harm(kind):
 
 @pytest.mark.data
 @pytest.mark.slow
-def test_real_photographs_have_the_pixels_of_pil_and_their_halves_are_refused(photos):
+def test_whole_photographs_equal_pil_and_truncated_ones_are_refused(photos):
     paths = [path for path in sorted(photos.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
 
     assert len(paths) > 3000

@@ -45,7 +45,7 @@ def picture(number: int) -> Image.Image:
 
 
 def mask(number: int) -> np.ndarray:
-    """Return a mask in which a rectangle has class 1.
+    """Return the mask of image `number`, in which a rectangle has class 1.
 
     In the first row, all pixels are ignored (255).
     """
@@ -273,12 +273,12 @@ def test_an_unreadable_item_is_an_error_or_left_out(encoder, tmp_path):
     for _ in range(2):
         found = run(encoder, on_bad_image="skip", **inputs)
         assert {record.num_images for record in found} == {3}
-        # Without names, the number of classes is that of the labels.
+        # Without names, the labels determine the number of classes.
         inputs = {name: WithoutNames(some) for name, some in inputs.items() if name != "out"}
         inputs["out"] = tmp_path / "unnamed"
 
 
-def test_class_names_come_from_the_dataset_the_user_or_the_labels():
+def test_class_names_come_from_dataset_user_or_labels():
     train, val = Items(0, 3), Items(3, 3)
     subset = torch.utils.data.Subset(val, [0, 1])
     assert open_sets(train=train, val=subset).val().class_names == CLASSES
@@ -475,7 +475,7 @@ def test_several_fitting_columns_need_a_choice():
         open_sets(PythonDataset(label_column="none"), val=table)
 
 
-def test_a_column_of_numbers_with_any_name_can_be_the_label():
+def test_a_numeric_column_with_any_name_can_be_the_label():
     datasets = pytest.importorskip("datasets")
     table = table_of({"category": datasets.Value("int64")}, category=lambda n: n % 2)
 
@@ -497,7 +497,7 @@ def test_a_column_of_integers_named_label_is_the_label(dtype):
             open_sets(options, val=table)
 
 
-def test_the_picture_that_is_not_the_chosen_image_is_the_mask():
+def test_the_image_that_is_not_chosen_becomes_the_mask():
     datasets = pytest.importorskip("datasets")
     table = table_of(
         {"photo": datasets.Image()},
@@ -597,7 +597,7 @@ def test_rows_are_skipped_limited_and_split_as_files_are(encoder, tmp_path, caps
         (None, False, DataError),
     ],
 )
-def test_a_dataset_of_the_hub_is_read_at_its_revision_or_from_the_cache(
+def test_hub_datasets_are_read_at_their_revision_or_from_cache(
     monkeypatch, answer, is_cached, error
 ):
     datasets = pytest.importorskip("datasets")

@@ -44,7 +44,10 @@ def holidays(tmp_path: Path) -> Path:
 
 
 def ground_truth(**changes: Any) -> dict[str, Any]:
-    """Return a ground-truth file of revisited Oxford for one query and four database images."""
+    """Return a ground-truth file of revisited Oxford for one query and four database images.
+
+    `changes` replaces entries of the query, such as its list of easy matches.
+    """
     found = {"easy": EASY, "hard": np.array(HARD), "junk": JUNK, "bbx": [0.0, 1.0, 2.0, 3.0]}
     return {"imlist": [*"abcd"], "qimlist": ["q"], "gnd": [{**found, **changes}]}
 

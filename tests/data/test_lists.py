@@ -38,7 +38,7 @@ def find(tmp_path: Path):
         *("a.jpg b.png", "/images/a.jpg /masks/b.png", "images/a.jpg\tmasks/b.png"),
     ],
 )
-def test_a_line_is_an_id_or_a_path_with_or_without_columns(find, line):
+def test_lines_are_ids_or_paths_with_or_without_columns(find, line):
     assert find([line], "a.jpg", "b.jpg") == ["a"]
 
 
@@ -53,7 +53,7 @@ def test_names_may_contain_blanks_and_dots(find, name, form):
 
 
 @pytest.mark.parametrize("suffix", ["", ".jpg", "_mask.png"])
-def test_a_missing_image_is_not_replaced_by_one_with_a_shorter_name(find, suffix):
+def test_missing_images_are_not_replaced_by_images_with_shorter_names(find, suffix):
     lines = ["pet0 (2)", "pet0 (2) 1", "IMG 0001", "shot0.left", "pet0 b", "/", ".", "x y/z"]
     others = [f"{name}{suffix}" for name in ("pet0", "IMG", "shot0", "b")]
 
@@ -85,7 +85,7 @@ def test_names_match_in_any_unicode_form(find, forms):
     ("mark", "encoding"),
     [("", "utf-8"), *(("\ufeff", encoding) for encoding in ("utf-8", "utf-16-le", "utf-16-be"))],
 )
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, mark, encoding):
+def test_a_byte_order_mark_is_removed_from_the_first_line(tmp_path, mark, encoding):
     path = tmp_path / "list.txt"
     path.write_bytes(f"{mark}café\r\n\r\nb \r\n".encode(encoding))
 

@@ -142,7 +142,7 @@ def test_pretraining_with_a_limit_is_another_run(tmp_path):
         ({"train": range(1464), "discovery": range(11541)}, "voc2012-11541"),
     ],
 )
-def test_a_part_of_a_published_dataset_is_named_by_its_size(found, name):
+def test_parts_of_published_datasets_are_named_by_their_size(found, name):
     ids = {role: [str(number) for number in numbers] for role, numbers in found.items()}
     assert benchmark_name("voc2012", ids) == name
     assert benchmark_name("mine", ids) == "mine"
@@ -151,7 +151,7 @@ def test_a_part_of_a_published_dataset_is_named_by_its_size(found, name):
 def test_a_small_voc_has_the_same_name_in_every_role(tmp_path):
     voc(tmp_path)
     dataset = Voc(tmp_path, train_split="train:0-50%")
-    # The number in the name is that of all images, 4 for training and 3 others, for any share.
+    # For any share, the name contains the number of all images: 4 for training and 3 others.
     sets = (dataset.train(), dataset.val(), dataset.discovery(), dataset.images())
     assert [(images.name, len(images)) for images in sets] == [
         ("voc2012-7", count) for count in (2, 3, 7, 7)

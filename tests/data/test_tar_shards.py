@@ -222,7 +222,7 @@ def test_an_index_is_cached_until_the_tar_file_changes(tars, cache, monkeypatch,
     assert len(scans) == 5
 
 
-def test_a_tar_file_that_changes_while_it_is_used_is_refused(tars):
+def test_tar_files_that_change_while_in_use_are_refused(tars):
     images = open_tars(*find_shards(tars))
     write_tar(tars / "001.tar", {"1.jpg": PNG})
 

@@ -57,7 +57,7 @@ def test_the_toy_dataset_supports_every_role(toy):
     assert isinstance(toy, Dataset)
 
 
-def test_scenes_come_back_from_disk_with_masks_and_boxes_of_visible_objects(toy):
+def test_saved_scenes_have_masks_and_boxes_of_visible_objects(toy):
     overlaps, masked, boxed = 0, toy.train(), toy.discovery()
     for index, scene in enumerate(map(cached_painter("train", 0).paint_scene, range(12))):
         found, boxes = masked[index], np.array(scene.boxes)

@@ -33,7 +33,8 @@ def write_mask(
 ) -> None:
     """Write a mask that consists of horizontal stripes.
 
-    `numbers` maps the first row of each stripe to the value of the stripe's pixels.
+    `numbers` maps the first row of each stripe to the value of the stripe's pixels. `size` is the
+    width and height of the mask, and `mode` its Pillow mode.
     """
     mask = np.zeros(size[::-1], np.uint8)
     for row, number in numbers.items():
@@ -173,7 +174,7 @@ def own_videos(root: Path) -> Path:
     return root
 
 
-def test_own_frames_are_sorted_by_number_and_one_video_is_enough(tmp_path):
+def test_user_frames_are_sorted_by_number_and_one_video_suffices(tmp_path):
     root = own_videos(tmp_path / "videos")
     (root / ".hidden").mkdir()
     (root / "empty").mkdir()

@@ -127,7 +127,7 @@ def test_the_palette_is_that_of_voc():
     assert voc_colours()[[1, 20, 255]].tolist() == [[128, 0, 0], [0, 64, 128], [224, 224, 192]]
 
 
-def test_the_root_may_be_any_of_three_folders_of_the_year(devkit):
+def test_the_root_may_be_any_of_three_folders(devkit):
     for below in ("", "VOCdevkit", "VOCdevkit/VOC2012"):
         assert Voc(str(devkit / below)).val().ids == ("b",)
     (devkit / "VOCdevkit/VOC2012").rename(devkit / "VOCdevkit/VOC2007")

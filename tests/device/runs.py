@@ -97,7 +97,8 @@ def scores(
     """Probe all blocks of an encoder on a device.
 
     Return the scores as a dictionary from (block, facet, metric) to the value. A facet is a kind of
-    feature, such as the [CLS] token.
+    feature, such as the [CLS] token. `data` contains the root folder of each dataset, and `more`
+    further arguments of the command.
     """
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(data[dataset])]
     arguments += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]
@@ -108,7 +109,10 @@ def scores(
 def pretraining(
     objective: str, root: Path | str, *more: str, model: str | None = None
 ) -> list[str]:
-    """Return the command-line arguments of a small pretraining run of three steps."""
+    """Return the command-line arguments of a small pretraining run of three steps.
+
+    `more` are further arguments.
+    """
     plan, options = small_run(objective)
     if model is not None:
         options = reduced_options(f"objective={objective}", f"model={model}")

@@ -53,7 +53,7 @@ class Unit(NamedTuple):
 
 
 def step_of(objective: str, *options: str) -> Unit:
-    """Return a unit of work that consists of one training step.
+    """Return a unit of work that consists of one training step of a pretraining objective.
 
     The step includes reading and cropping images, and logging.
     """
@@ -74,7 +74,8 @@ FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 def heads_step(*options: str, waits: int = 0) -> Unit:
     """Return a unit of work that consists of one training step of linear heads.
 
-    The step trains one head for each of three blocks and each of two learning rates.
+    The step trains one head for each of three blocks and each of two learning rates. It may wait
+    for the device at most `waits` times.
     """
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
     return Unit((*SEGMENTATION, *options), few, many, 4, waits)

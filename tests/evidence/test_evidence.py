@@ -65,11 +65,11 @@ def test_scores_over_seeds_decide_a_claim(claim, scores, word):
     assert verdict(CLAIM[claim], make_runs(CLAIM[claim].row, scores)).word == word
 
 
-def test_a_weighted_contrast_and_the_hours_equal_a_count_by_hand():
+def test_weighted_contrasts_and_hours_equal_a_count_by_hand():
     scores = {"both": (80.0, 80.5), "no_attention_skip": (58.0, 58.4), "no_mlp_skip": (78.0, 78.6)}
     result = verdict(CLAIM["V5"], make_runs("one_skip", scores))
-    # Without the skip of attention, 22 and 22.1 points are lost. Without that of the MLP, 2 and
-    # 1.9 points are lost.
+    # Without the skip of attention, 22 and 22.1 points are lost. Without the skip of the MLP, 2
+    # and 1.9 points are lost.
     assert [one.value for one in result.measurements] == pytest.approx([20.1, 18.15])
     # Nine first runs and six runs with seeds took half an hour each.
     assert (result.word, result.seeds, result.hours) == ("supported", 2, 7.5)
@@ -97,7 +97,7 @@ def test_blocks_from_three_on_must_be_above_random_weights(layer, interval, word
 @pytest.mark.parametrize(
     ("loss", "best", "word"), [(6.9, "graying", "supported"), (7.1, "published", "refuted")]
 )
-def test_the_variant_for_the_longer_run_must_reach_the_published_loss(loss, best, word):
+def test_variants_for_the_longer_run_must_reach_the_published_loss(loss, best, word):
     """Test that a variant is chosen only if its loss is at most that of the published variant.
 
     Of several such variants, the one that keeps the patches of an image most different is chosen.

@@ -176,7 +176,10 @@ def depth_heads(folder: Path, facts: Facts) -> str:
 
 
 def shared_features(folder: Path, facts: Facts) -> str:
-    """Run k-NN, and return the key under which other probes of a command find its features."""
+    """Run k-NN, and return the key under which other probes of a command find its features.
+
+    `facts` contains the settings of the probe and the properties of its data.
+    """
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))
     return str(next(iter(shared.features)))

@@ -236,6 +236,10 @@ def remove_files(pattern: str, base: Path) -> None:
     """Remove three files of a dataset, and the encoder.
 
     The command must report the missing files before it tries to load the encoder.
+
+    Args:
+        pattern: Path of a file below `base`, with a placeholder for the numbers 1 to 3.
+        base: Folder two levels below the folder of the encoder.
     """
     for number in (1, 2, 3):
         (base / pattern.format(number)).unlink()
@@ -368,6 +372,7 @@ def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
     """Return a function that creates VOC2012 and annotates its first image with one box.
 
     `corners` are xmin, ymin, xmax and ymax in pixels. The image is 40 pixels wide and 32 high.
+    `more` and `before` are XML elements that precede the box.
     """
 
     def prepare(folder: Path) -> None:
@@ -394,7 +399,13 @@ def voc_xml(old: str, new: str) -> Prepare:
 
 
 def coco(bbox: object = (8, 8, 16, 16), width: object = 40, **changed: object) -> Prepare:
-    """Return a function that creates a miniature COCO20k: one 40 x 32 image with one box."""
+    """Return a function that creates a miniature COCO20k: one 40 x 32 image with one box.
+
+    Args:
+        bbox: The box in the format of COCO.
+        width: Width of the image that the annotations state.
+        changed: Fields of the box's annotation that are added or replaced.
+    """
 
     def prepare(folder: Path) -> None:
         one = {"id": 7, "image_id": 1, "category_id": 1, "iscrowd": 0, "bbox": bbox}

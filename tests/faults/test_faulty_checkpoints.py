@@ -82,7 +82,7 @@ def test_a_huge_header_is_refused_in_little_memory(workdir, capsys):
         ("dino.safetensors", "ssl_bench.models.loading.foreign.find_backbone"),
     ],
 )
-def test_weights_that_are_replaced_while_they_are_read_give_no_result(
+def test_weights_that_are_replaced_during_reading_give_no_result(
     workdir, capsys, monkeypatch, name, reader
 ):
     save_dino(workdir)

@@ -230,7 +230,7 @@ def test_a_hub_model_fails_within_five_seconds_offline(workdir, capsys, monkeypa
 
 def test_closed_streams_change_only_what_is_printed(workdir):
     def run_with_closed_streams(layer: str) -> int:
-        # The lowest free descriptors become those of stdin and stderr.
+        # After stdin and stderr are closed, the files that are opened next get their descriptors.
         sys.stdout = (workdir / f"stdout{layer}").open("w", buffering=1)
         sys.stdin = sys.stderr = None
         os.close(0)

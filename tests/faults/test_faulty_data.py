@@ -169,7 +169,7 @@ def test_changed_missing_and_new_files_are_found_by_their_sha256(workdir, capsys
 
 
 @pytest.mark.parametrize("mark", ["  ./", " *"])
-def test_lists_of_find_and_of_binary_mode_are_read(workdir, capsys, mark):
+def test_checksum_lists_of_find_and_binary_mode_are_read(workdir, capsys, mark):
     assert main(["data", "verify", "photos"]) == 0
     listing = workdir / "photos/SHA256SUMS"
     listing.write_text(listing.read_text().replace("  ", mark))
@@ -215,7 +215,7 @@ def test_exif_rotation_leaves_image_mask_and_boxes_in_agreement(workdir):
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
-def test_a_mask_without_labels_is_counted_and_the_metric_is_finite(workdir, batch_size):
+def test_masks_without_labels_are_counted_and_metrics_stay_finite(workdir, batch_size):
     base = voc(workdir)
     ignored = np.full((32, 40), 255, np.uint8)
     save_mask(base / "SegmentationClass/t1.png", ignored)
@@ -313,7 +313,7 @@ def test_written_files_are_recognised_in_any_folder(workdir):
     assert len(DataOptions(str(classes)).open()) == 12
 
 
-def test_all_tasks_of_a_command_use_the_same_list_of_images(workdir, monkeypatch):
+def test_all_tasks_of_a_command_use_the_same_images(workdir, monkeypatch):
     photos = workdir / "photos"
     list_images, calls = ImageFolder.images, []
 

@@ -125,7 +125,7 @@ def test_existing_files_are_checked_before_they_are_used(server, workdir, capsys
     assert not list(Path("data").rglob("*.png"))
 
 
-def test_a_web_page_in_place_of_the_file_leaves_the_part(workdir, server):
+def test_web_pages_in_place_of_files_keep_partial_downloads(workdir, server):
     published = server.publish(CONTENT)
     server.cut_after = CUT
     with pytest.raises(MachineError, match=f"{CUT} of"):
@@ -141,7 +141,7 @@ def test_a_web_page_in_place_of_the_file_leaves_the_part(workdir, server):
     assert server.ranges[-1] == f"bytes={CUT}-"
 
 
-def test_a_full_disk_keeps_the_part(workdir, server):
+def test_a_full_disk_keeps_the_partial_download(workdir, server):
     published = server.publish(CONTENT)
     with small_files(CUT), pytest.raises(MachineError, match="File too large"):
         download(published, Path("file"))
@@ -152,7 +152,7 @@ def test_a_full_disk_keeps_the_part(workdir, server):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_stopped_download_leaves_a_part(workdir, serve, number):
+def test_a_stopped_download_keeps_its_partial_file(workdir, serve, number):
     server = serve(CONTENT)
     server.pause = 0.01
     child = fork(lambda: main(DOWNLOAD), stderr=Path("stderr"))
@@ -206,7 +206,14 @@ def test_permissions_and_owners_of_a_tar_are_ignored(workdir, serve):
 
 
 def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
-    """Write a zip file whose headers state a wrong size for its only member."""
+    """Write a zip file whose headers state a wrong size for its only member.
+
+    Args:
+        path: Path of the zip file.
+        name: Name of the member.
+        packed: Content of the member, compressed by deflate.
+        claimed: Size in bytes that the headers state for the unpacked member.
+    """
     about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), claimed, len(name), 0)
     content = b"PK\3\4" + about + name.encode() + packed
     index = b"PK\1\2" + struct.pack("<H", 20) + about + struct.pack("<HHHLL", 0, 0, 0, 0, 0)
@@ -309,7 +316,7 @@ def test_a_published_file_is_downloaded_once(server, path, algorithm):
 
 
 @pytest.mark.parametrize(("knows_ranges", "chunked"), [(True, False), (False, False), (True, True)])
-def test_a_cut_download_is_continued(server, path, knows_ranges, chunked):
+def test_an_interrupted_download_is_continued(server, path, knows_ranges, chunked):
     published = server.publish(BYTES)
     server.cut_after, server.knows_ranges, server.chunked = 300_000, knows_ranges, chunked
 
@@ -322,7 +329,7 @@ def test_a_cut_download_is_continued(server, path, knows_ranges, chunked):
     assert server.ranges == ["", "bytes=300000-"]
 
 
-def test_a_part_that_is_too_long_is_dropped_and_a_complete_one_renamed(server, path):
+def test_too_long_partial_downloads_are_deleted_and_complete_ones_renamed(server, path):
     published = server.publish(BYTES)
     unknown = replace(published, size=None)
     path.parent.mkdir(parents=True)

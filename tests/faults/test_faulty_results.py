@@ -74,7 +74,7 @@ WRONG = [
 
 
 def save_changed(store: ResultStore, record: Record, changes: dict | str) -> Path:
-    """Save a record, and then damage its file by changing some fields or the whole content.
+    """Save a record, and then replace some fields of its file, or its whole content, by `changes`.
 
     Return the path of the file.
     """
@@ -189,7 +189,7 @@ def test_pickled_per_image_values_are_never_run(tmp_path, capsys):
     assert mark.exists()
 
 
-def test_encoders_of_the_same_name_are_told_apart_in_tables(workdir, capsys):
+def test_encoders_of_the_same_name_are_distinguished_in_tables(workdir, capsys):
     found = [
         cell(model="run"),
         cell(model="run", checkpoint_sha256="b" * 64),
@@ -324,7 +324,7 @@ def test_a_full_disk_leaves_no_part_of_a_record(workdir, capsys):
     assert not list(Path("results").rglob("*.tmp"))
 
 
-def test_a_record_of_a_later_version_is_read_and_not_computed_again(workdir, capsys):
+def test_records_of_later_versions_are_read_and_not_computed_again(workdir, capsys):
     words = probing("pca", "folder", workdir / "photos")
     assert main(words) == 0
     (before,) = records()
@@ -398,7 +398,7 @@ CUTS = {"empty": 0, "cut": -1}
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, *CUTS])
-def test_per_image_values_that_do_not_match_are_reported_and_unused(results, capsys, damage):
+def test_mismatched_per_image_values_are_reported_and_not_used(results, capsys, damage):
     of_pixels = ("another order", "more correct than predicted", "other pixels")
     metric = "miou" if damage in of_pixels else "corloc"
     path = results.per_image_path(next(r for r in records() if r.metric == metric))
@@ -423,7 +423,7 @@ def test_per_image_values_that_do_not_match_are_reported_and_unused(results, cap
         assert re.findall(r"(?m)^ *(\d+) ", out) == ["0", "1"]
 
 
-def test_a_table_names_a_record_that_does_not_match_its_per_image_values(results, capsys):
+def test_tables_name_records_that_contradict_their_per_image_values(results, capsys):
     record = next(record for record in records() if record.metric == "pixel_accuracy")
     path = record_path(record)
     older = json.loads(path.read_text()) | {"value": record.value - 1, "ci95": None}

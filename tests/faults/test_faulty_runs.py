@@ -252,7 +252,7 @@ def test_a_run_is_saved_when_its_terminal_is_closed(workdir):
         try:
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)
-            # Replace pytest's streams by those of the terminal.
+            # Replace pytest's streams by the streams of the terminal.
             for number, name in ((1, "stdout"), (2, "stderr")):
                 setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
             code = main(run)
@@ -370,7 +370,7 @@ def kill_worker_before(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # torch destroys only a part of the data loader and warns about the rest.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_data_worker_that_dies_at_the_start_ends_the_run(workdir, capsys, monkeypatch):
+def test_a_data_worker_that_dies_early_ends_the_run(workdir, capsys, monkeypatch):
     reset = _MultiProcessingDataLoaderIter._reset
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_reset", kill_worker_before(reset))
 
@@ -406,7 +406,7 @@ def test_a_full_disk_leaves_the_old_training_state(workdir, capsys, begun):
     assert [row["step"] for row in log_rows("run")] == [1, 2]
 
 
-def test_a_disk_that_fills_while_a_state_is_saved_leaves_no_part_of_it(tmp_path):
+def test_a_disk_that_fills_during_saving_keeps_no_partial_state(tmp_path):
     state = {"weights": torch.zeros(10_000), "step": 3}
 
     for limit in (40, 9_000, 20_000):
@@ -511,7 +511,7 @@ def test_messages_count_all_images_left_out_so_far(workdir, capsys):
     assert found == [("0.jpg", "1"), ("1.jpg", "2")]
 
 
-def test_a_left_out_image_may_be_repaired_after_any_number_of_stops(workdir, capsys):
+def test_left_out_images_may_be_repaired_after_several_stops(workdir, capsys):
     path = damage(workdir)
     run = [*pretraining(PHOTOS, "run"), "--on-bad-image", "skip", ONE_STEP]
     assert main(run) == 0
@@ -526,7 +526,7 @@ def test_a_left_out_image_may_be_repaired_after_any_number_of_stops(workdir, cap
     assert "some images have changed" in capsys.readouterr().err
 
 
-def test_an_image_that_is_damaged_after_its_use_must_stay_the_same(workdir, capsys, monkeypatch):
+def test_images_that_were_used_must_not_change_later(workdir, capsys, monkeypatch):
     update_teacher, calls = DinoLearner.update_teacher, []
 
     def damage_after_two_steps(self, step, lost):
@@ -549,7 +549,7 @@ def test_an_image_that_is_damaged_after_its_use_must_stay_the_same(workdir, caps
 
 
 @pytest.mark.parametrize("damaged_at", [0, 3])
-def test_records_of_a_monitor_count_the_images_that_were_left_out(workdir, monkeypatch, damaged_at):
+def test_records_of_a_monitor_count_the_left_out_images(workdir, monkeypatch, damaged_at):
     class_folders(workdir / "classes")
     take_step = Trainer.take_step
 

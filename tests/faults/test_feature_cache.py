@@ -211,7 +211,7 @@ def test_logs_and_digests_that_others_could_have_written_are_unused(
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_features_that_are_replaced_while_they_are_used_stay_the_same(tmp_path, is_stored):
+def test_features_in_use_stay_the_same_if_their_file_changes(tmp_path, is_stored):
     probe, context = quick_probe(**SMALL, cache=str(tmp_path)), probe_context(tmp_path)
     if is_stored:
         SegmentationRun(probe, context).features()
@@ -315,7 +315,7 @@ def test_processes_with_the_same_id_may_write_the_same_features(tmp_path, monkey
     assert json.loads(path.with_suffix(".json").read_text())["header"]["name"] == "some"
 
 
-def test_old_files_of_killed_writers_are_removed_and_those_of_living_ones_stay(tmp_path):
+def test_only_old_files_of_killed_writers_are_removed(tmp_path):
     def die(_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 

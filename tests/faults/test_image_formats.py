@@ -165,7 +165,7 @@ def test_every_command_asks_for_the_bits_and_then_uses_them(workdir, capsys):
     assert read.isdisjoint(dark)
 
 
-def test_one_image_of_unknown_range_is_left_out_of_a_folder(workdir, capsys):
+def test_single_images_of_unknown_range_in_a_folder_are_skipped(workdir, capsys):
     photos = photo_folder(workdir / "mixed")
     (photos / "scan.png").write_bytes(png(GREY.astype(np.uint16) * 257, 16, (b"sBIT", b"\x10")))
     (photos / "cells.png").write_bytes(png(stretch(GREY, 12)))
@@ -392,7 +392,7 @@ def test_a_voc_palette_in_another_order_is_noticed(workdir, capsys, has_borders,
     indices = mask() if has_borders else np.where(mask() == 255, 0, mask())
     changed = reorder_palette(indices, order)
     changed.save(path)
-    # The mask looks the same.
+    # A viewer shows the same colours for the changed mask.
     assert np.array_equal(np.asarray(changed.convert("RGB")), voc_colours()[indices])
 
     command = ["data", "check", "voc2012", "--data-root", ".", "--subset"]
@@ -433,7 +433,7 @@ def test_masks_of_few_bits_hold_the_numbers_they_store(workdir):
         assert np.array_equal(found, numbers % (largest + 1))
 
 
-def test_masks_of_0_and_255_need_to_know_what_255_means(workdir, capsys):
+def test_masks_of_0_and_255_require_the_meaning_of_255(workdir, capsys):
     binary = Image.fromarray(np.where(mask() == 8, 255, 0).astype(np.uint8))
     paired_folders(workdir, {"train": "01", "val": "01"}, content=encoded("PNG", binary))
     words = probing("retrieval", "paired_folders", workdir, "dataset.class_names=[bg,thing]")

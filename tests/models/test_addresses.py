@@ -47,7 +47,7 @@ def test_random_weights_keep_the_stated_mean(tmp_path, path):
     assert (random.mean, random.std) == ((0.5, 0.5, 0.5), (0.2, 0.3, 0.4))
 
 
-def test_colour_features_are_the_pixels_of_each_patch_in_every_facet():
+def test_colour_features_are_patch_pixels_in_every_facet():
     encoder = load_encoder("colours:2")
     images = torch.rand(2, 3, 4, 6)
     facets = ("token", "token_normed", "query", "key", "value", "cls")
@@ -97,7 +97,7 @@ def test_baselines_are_probed_with_one_flag(workdir, capsys):
     assert [job["pending"] for job in planned(capsys, *words[1:])["jobs"]] == [0, 0, 0]
 
 
-def test_a_baseline_that_a_probe_cannot_evaluate_is_left_out_unless_requested(workdir, capsys):
+def test_probes_omit_baselines_they_cannot_evaluate_unless_requested(workdir, capsys):
     words = ["probe", "--task", "conditioning", "--dataset", "folder", "--data-root", "photos"]
     words += ["probe.num_images=1", "probe.image_size=16", "--layer", "0"]
     assert main([*words, "--checkpoint", "encoder.safetensors", "--baselines", "--dry-run"]) == 0
@@ -106,7 +106,7 @@ def test_a_baseline_that_a_probe_cannot_evaluate_is_left_out_unless_requested(wo
 
 
 @pytest.mark.slow
-def test_an_encoder_with_a_common_file_name_is_named_after_its_folder(workdir, capsys):
+def test_encoders_with_a_common_file_name_have_their_folder_name(workdir, capsys):
     for folder, dim in (("one", 64), ("other", 128)):
         (workdir / folder).mkdir()
         torch.save(timm_model(dim=dim, heads=dim // 64).state_dict(), f"{folder}/best.pth")

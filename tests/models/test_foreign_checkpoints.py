@@ -145,7 +145,7 @@ def test_a_checkpoint_gives_the_features_of_its_model(tmp_path, make):
 
 
 @pytest.mark.parametrize("registers", [0, 4])
-def test_published_weights_of_dinov2(tmp_path, registers):
+def test_published_weights_of_dinov2_give_the_same_features(tmp_path, registers):
     model, weights = dinov2_weights(registers)
     path = saved(tmp_path / "w.pth", weights)
     encoder = same_features(path, model, extra=("token_normed", "cls_normed"))
@@ -183,7 +183,7 @@ CLIP_NAMES = {
 @pytest.mark.parametrize(
     ("prefix", "squeezes"), [("", True), ("", False), ("module.visual.", True)]
 )
-def test_the_image_encoder_of_clip_is_loaded_with_a_timm_name(tmp_path, prefix, squeezes):
+def test_clip_image_encoders_are_loaded_with_a_timm_name(tmp_path, prefix, squeezes):
     name, arguments = "vit_xsmall_patch16_clip_224", {"depth": 2}
     model = timm.create_model(name, num_classes=0, **arguments)
     weights = renamed(model.state_dict(), CLIP_NAMES) | {"proj": torch.zeros(512, 384)}
@@ -261,7 +261,7 @@ def test_a_dinov3_saved_by_timm_is_recognised_by_its_width(tmp_path, qkv_bias):
     assert f"`--checkpoint timm:{name}@{path}" in message_of(path)
 
 
-def test_torch_hub_weights_of_dinov2(tmp_path, monkeypatch):
+def test_torch_hub_weights_of_dinov2_give_the_same_features(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     model, weights = dinov2_weights(4)

@@ -35,7 +35,10 @@ WIDE, TALL, SEVERAL = (1, 5, 9), (1, 9, 5), (3, 4, 7)
 
 
 def matrix_of(*values: float, rows: int = 7, cols: int = DIM) -> Tensor:
-    """Return the tokens of one image, as a random matrix with the given singular values."""
+    """Return the tokens of one image, as a random matrix with the given singular values.
+
+    The matrix has `rows` tokens of `cols` channels.
+    """
     left, right = (torch.linalg.qr(normal(n, len(values), seed=n)).Q for n in (rows, cols))
     return ((left * torch.tensor(values, dtype=torch.float64)) @ right.T)[None]
 
@@ -99,7 +102,7 @@ def test_both_modes_of_gradients_agree_with_finite_differences(gray, shape):
 
 @pytest.mark.parametrize("values", [(3, 1, 1, 1), (3, 2, 2, 0.01, 0.01), (3, 1, 1 + 1e-12, 0.5)])
 @pytest.mark.parametrize("is_tall", [True, False])
-def test_gradients_at_repeated_singular_values(values, is_tall):
+def test_gradients_at_repeated_singular_values_equal_finite_differences(values, is_tall):
     start = matrix_of(*values, rows=len(values))
     start = start.mT.contiguous() if is_tall else start
     weights = normal(*start.shape, seed=4)
@@ -207,7 +210,7 @@ def test_only_the_chosen_blocks_gray_their_tokens():
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
-def test_linear_attention_is_q_k_v_divided_by_the_root_of_width_and_tokens():
+def test_linear_attention_is_q_k_v_divided_by_its_scale():
     torch.manual_seed(0)
     attention = LinearAttention(DIM, 3, qkv_bias=True).double()
     x = normal(2, 5, DIM)

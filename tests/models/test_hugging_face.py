@@ -75,7 +75,7 @@ def hugging_face_folder(
     return folder
 
 
-def test_a_transformers_vit_uses_the_norms_and_heads_of_its_configuration(tmp_path):
+def test_transformers_vits_use_norms_and_heads_of_their_configuration(tmp_path):
     # An epsilon of 1e-2 changes the features, unlike the default of 1e-12.
     model = timm_model(heads=4, norm_layer=lambda dim, **_: torch.nn.LayerNorm(dim, eps=1e-2))
     folder = hugging_face_folder(
@@ -87,7 +87,7 @@ def test_a_transformers_vit_uses_the_norms_and_heads_of_its_configuration(tmp_pa
 
 
 @pytest.mark.parametrize("registers", [0, 4])
-def test_a_transformers_dinov2(tmp_path, registers):
+def test_a_transformers_dinov2_gives_the_features_of_timm(tmp_path, registers):
     model, weights = dinov2_weights(registers)
     kind = "dinov2_with_registers" if registers else "dinov2"
     folder = hugging_face_folder(
@@ -120,7 +120,7 @@ def test_a_missing_normalisation_is_refused_with_a_working_hint(tmp_path):
     assert encoder.sha256 == file_sha256(folder / "model.safetensors")
 
 
-def test_a_transformers_file_without_its_folder_is_refused_with_a_hint(tmp_path):
+def test_transformers_files_without_their_folder_are_refused_with_a_hint(tmp_path):
     folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
     assert f"`--checkpoint local-dir:{folder}`" in message_of(folder / "model.safetensors")
     assert f"local-dir:{folder}" in message_of(folder)
@@ -382,7 +382,7 @@ def assert_same_features(uri: str, model: Any) -> None:
     )
 
 
-def test_the_hint_for_a_dinov3_file_loads_it_with_its_biases(tmp_path, dinov3):
+def test_hints_for_dinov3_files_load_them_with_biases(tmp_path, dinov3):
     path = tmp_path / "dinov3_vitt16_pretrain.pth"
     torch.save(official_weights(dinov3), path)
     (hint,) = re.findall(r"timm:[^`\s]+", message_of(path))

@@ -31,7 +31,7 @@ def truncate_rank(matrix: Tensor, rank: int) -> Tensor:
 
 
 def draw_noise(seed: int, count: int) -> list[Tensor]:
-    """Draw random matrices with normal entries of variance 1 / dim.
+    """Draw `count` random square matrices with normal entries of variance 1 / dim.
 
     The papers on initialisers call such a matrix Z.
     """
@@ -50,7 +50,7 @@ def draw_noise(seed: int, count: int) -> list[Tensor]:
         (MimeticInit(), 0.7, 0.7),
     ],
 )
-def test_query_times_key_of_a_head_is_a_truncated_noisy_identity(initialiser, alpha, beta):
+def test_query_times_key_is_a_truncated_noisy_identity_per_head(initialiser, alpha, beta):
     weights = initialiser.attention(DIM, HEADS, seeded(5))
     for index, noise in enumerate(draw_noise(5, HEADS)):
         product = columns_of_head(weights.query, index) @ columns_of_head(weights.key, index).T
@@ -88,7 +88,7 @@ def test_skipless_values_and_logit_scale_follow_the_paper():
 @pytest.mark.parametrize(
     ("inputs", "outputs", "gain"), [(6, 24, True), (6, 24, False), (24, 6, True), (6, 6, True)]
 )
-def test_mlp_matrices_are_semi_orthogonal_with_the_gain_of_the_paper(inputs, outputs, gain):
+def test_mlp_matrices_are_semi_orthogonal_with_the_published_gain(inputs, outputs, gain):
     weights = uniform_orthogonal(inputs, outputs, seeded(), gain=gain)
     small = weights @ weights.T if inputs <= outputs else weights.T @ weights
     expected = max((outputs / inputs) ** 0.5, 1.0) if gain else 1.0
@@ -103,7 +103,7 @@ def test_entries_of_orthogonal_matrices_have_mean_zero():
     assert draws.mean(0).abs().max() < 5 * (1 / 8 / 400) ** 0.5
 
 
-def test_uniform_noise_is_bounded_and_has_the_variance_of_normal_noise():
+def test_uniform_noise_is_bounded_with_the_variance_of_normal_noise():
     without_identity = SkiplessInit(alpha=1.0, beta=0.0, noise="uniform")
     # A single head has full rank, so the product is Z itself.
     weights = without_identity.attention(64, 1, seeded())
@@ -140,7 +140,7 @@ def mimetic_weights(parts: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("parts", "default"), [("qk", ("value", "attn.proj.weight")), ("vo", ("query", "key"))]
 )
-def test_one_part_of_the_mimetic_initialisation_leaves_the_other_at_its_default(parts, default):
+def test_each_part_of_mimetic_initialisation_can_be_used_alone(parts, default):
     both, one = mimetic_weights("both"), mimetic_weights(parts)
     differ = [name for name in both if not torch.equal(both[name], one[name])]
     assert len(differ) == 4
@@ -159,7 +159,7 @@ PLAIN = ViTConfig(image_size=16, dim=200, depth=2, num_heads=4)
     [PLAIN, replace(PLAIN, init="skipless"), ConvNeXtConfig(image_size=16, dim=200, depth=2)],
     ids=["default", "skipless", "convnext"],
 )
-def test_mlp_options_add_the_terms_of_equations_3_39_and_3_40(config):
+def test_mlp_options_add_the_terms_of_the_published_equations(config):
     plain, mean, each = (
         build_encoder(replace(config, **more), seed=0).state_dict()
         for more in ({}, {"mlp_mean": -0.25}, {"mlp_input_std": 0.3})

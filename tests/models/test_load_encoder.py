@@ -68,7 +68,7 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(saved, tmp_path):
 @pytest.mark.parametrize(
     ("epoch", "expected"), [("12.5", 12.5), ("0", 0.0), ("1e3", None), ("", None), (None, None)]
 )
-def test_the_epoch_of_a_checkpoint_is_a_plain_number_or_unknown(tmp_path, epoch, expected):
+def test_the_epoch_of_a_checkpoint_is_a_number_or_unknown(tmp_path, epoch, expected):
     path = tmp_path / "mine.safetensors"
     save_encoder(path, build_vit(TINY, seed=0), {} if epoch is None else {"epoch": epoch})
 
@@ -120,7 +120,7 @@ def test_numbers_of_a_config_are_finite_and_below_a_billion():
     assert [is_number(value) for value in numbers + others] == [True] * 4 + [False] * 8
 
 
-def test_the_error_for_a_misspelt_file_names_the_similar_file_in_its_folder(saved):
+def test_errors_for_misspelt_files_name_the_similar_file(saved):
     with pytest.raises(CheckpointError) as caught:
         load_encoder(str(saved.with_name(f"a{saved.name}")))
     assert caught.value.hint == ("--checkpoint", str(saved))
@@ -210,7 +210,7 @@ def test_random_timm_weights_have_seed_0_and_are_named_random():
     assert (encoder.native_size, encoder.mean) == ((224, 224), (0.5, 0.5, 0.5))
 
 
-def test_a_file_with_a_head_is_loaded_into_a_timm_architecture(tmp_path):
+def test_files_with_a_head_are_loaded_into_a_timm_architecture(tmp_path):
     path = tmp_path / "mine.pth"
     weights = build_vit(ViTConfig(dim=192, num_heads=3), seed=4).state_dict()
     extra = {name: torch.zeros(5, 192) for name in ("head.weight", "head.mlp.0.weight")}

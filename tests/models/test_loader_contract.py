@@ -171,7 +171,7 @@ def test_an_unknown_address_is_refused_in_one_line(scheme, capsys):
         ("renamed:x", 5, "'broken_loader' has no attribute 'old'"),
     ],
 )
-def test_a_failing_loader_of_a_package_is_reported_in_one_line(uri, code, message, capsys):
+def test_failing_loaders_of_packages_are_reported_in_one_line(uri, code, message, capsys):
     assert main(["models", uri]) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

@@ -222,7 +222,7 @@ def test_the_gradient_of_phi_without_sync_equals_that_of_phi(norm):
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
 
 
-def test_the_gradient_of_phi_holds_for_matrices_that_are_not_skew():
+def test_the_gradient_of_phi_holds_for_non_skew_matrices():
     x = (0.3 * normal(1, 3, 3)).requires_grad_()
     assert torch.autograd.gradcheck(phi_without_sync, (x,))
 
@@ -350,7 +350,7 @@ def test_xavier_weights_are_uniform_within_their_bound():
         assert matrix.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
 
 
-def test_the_rows_of_the_mnist_table_differ_only_in_the_model():
+def test_rows_of_the_mnist_table_differ_only_in_the_model():
     plans = (build(compose_config("pretraining", [f"experiment=osa_mnist_{row}"])) for row in ROWS)
     described = {row: describe(plan) for row, plan in zip(ROWS, plans, strict=True)}
     changed = {row: find_differences(described["vit"], described[row]) for row in ROWS}

@@ -148,7 +148,7 @@ def test_a_mixer_follows_its_paper(version):
 
 @torch.no_grad()
 @pytest.mark.parametrize("version", VERSIONS)
-def test_blocks_are_pre_norm_and_the_output_layer_is_the_embedding(version):
+def test_blocks_are_pre_norm_and_output_weights_are_tied(version):
     model, tokens = build_model(version), torch.tensor([[0, 3, 6, 3]])
     hidden = model.embedding.weight[tokens]
     for layer in range(2):
@@ -219,7 +219,7 @@ def test_a_piece_changes_only_its_own_weights(version, piece):
     assert torch.equal(mixer.out_proj.weight, plain.out_proj.weight)
 
 
-def test_the_decay_piece_raises_decays_to_the_power_of_minus_eight():
+def test_the_decay_part_raises_decays_to_power_minus_8():
     one, two = (mixer_of(build_model(version, "decay")) for version in VERSIONS)
     expected = torch.tensor([1.0, 2.0**-8, 3.0**-8])
     torch.testing.assert_close(one.log_decay.view(16, 3).exp()[5], expected)

@@ -52,7 +52,10 @@ TRACED: list[tuple[str, dict[str, Any], tuple[int, int], bool, tuple[int, ...], 
 
 
 def random_model(name: str, **changes: Any) -> Any:
-    """Create a timm model and add noise to all of its parameters."""
+    """Create a timm model and add noise to all of its parameters.
+
+    `changes` are arguments of `timm.create_model`.
+    """
     torch.manual_seed(0)
     model: Any = timm.create_model(name, **{"num_classes": 0, **changes})
     with torch.no_grad():

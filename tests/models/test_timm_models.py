@@ -212,7 +212,10 @@ def test_only_the_chosen_blocks_of_all_stages_are_grayed(config, layer, scope):
 
 
 def swin_block(shift: int) -> torch.nn.Module:
-    """Return a stand-in for a Swin block with windows of 3 x 3 tokens, shifted by `shift`."""
+    """Return a module with the attributes of a Swin block, and no computation.
+
+    Its windows have 3 x 3 tokens and are shifted by `shift` tokens.
+    """
     block: Any = torch.nn.Identity()
     block.window_size, block.shift_size = (3, 3), (shift, shift)
     return block
@@ -287,7 +290,7 @@ def test_covariance_differs_from_uniform_only_in_the_filters(kind):
     assert filters == {name for name, value in parameters if not value.requires_grad}
 
 
-def test_a_timm_address_with_a_file_gives_the_same_weights_and_stages(tmp_path):
+def test_timm_addresses_with_a_file_give_its_weights_and_stages(tmp_path):
     encoder = load_encoder("timm:convnext_atto")
     path = tmp_path / "atto.pth"
     torch.save(encoder.module.get_submodule("model").state_dict(), path)
@@ -298,7 +301,7 @@ def test_a_timm_address_with_a_file_gives_the_same_weights_and_stages(tmp_path):
     assert load_encoder("random:timm:convnext_atto").sha256 == encoder.sha256
 
 
-def test_a_stage_is_an_encoder_with_a_single_grid_and_width():
+def test_stages_are_encoders_with_a_single_grid_and_width():
     encoder = encoder_from_model(build_encoder(SWIN, seed=0), name="x")
     stages = encoder.stages((0, 3, 2, 4))
     assert [layers for _, layers in stages] == [(0,), (3, 2), (4,)]

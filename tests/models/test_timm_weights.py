@@ -196,7 +196,7 @@ def test_other_numbers_of_channels_are_refused(tmp_path, place, channels):
 
 
 @pytest.mark.parametrize(("count", "more"), [(3, None), (4, "1"), (6, "3")])
-def test_the_error_for_other_shapes_names_three_and_counts_the_others(tmp_path, count, more):
+def test_shape_errors_name_three_tensors_and_count_the_others(tmp_path, count, more):
     wrong = [f"blocks.0.mlp.fc{n}.weight" for n in "12"] + ["norm.weight", "pos_embed"]
     wrong = [*wrong, "cls_token", "blocks.0.attn.proj.weight"][:count]
     weights = weights_of(**SMALL) | {key: torch.zeros(1, 6, 64) for key in wrong}
@@ -219,7 +219,7 @@ def test_the_advice_names_a_file_of_the_same_format(suffix):
     assert '{"architecture": "vit", "model_args": {"depth": 2}}' in advice
 
 
-def test_an_assumed_number_of_heads_can_be_stated_as_the_note_says(tmp_path):
+def test_the_note_tells_how_to_state_an_assumed_head_count(tmp_path):
     changes = {"depth": 2, "img_size": 32, "num_heads": 6}
     weights = weights_of(**changes)
     bare = load_encoder(str(saved(tmp_path / "w.pth", weights)))

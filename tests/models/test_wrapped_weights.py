@@ -38,7 +38,7 @@ QKV = "blocks.0.attn.qkv.weight"
     [lambda v: (127 * v).to(torch.int8), lambda v: v.to_sparse(), lambda v: v.to("meta")],
     ids=["int8", "sparse", "meta"],
 )
-def test_a_tensor_that_is_not_a_dense_float_is_refused_by_name(tmp_path, capsys, spoil):
+def test_tensors_that_are_not_dense_floats_are_refused_by_name(tmp_path, capsys, spoil):
     weights = build_vit(DINO_LIKE, seed=0).state_dict()
     path = saved(tmp_path / "w.pth", {"model": weights | {QKV: spoil(weights[QKV])}})
     assert main(["models", str(path)]) == 4

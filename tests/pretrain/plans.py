@@ -26,7 +26,10 @@ SMALL_DINO = Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(n
 def album(
     root: Path, count: int = 13, *, folders: Sequence[str] = ("class0", "class1"), seed: int = 0
 ) -> Path:
-    """Save random colour images, evenly distributed over class folders. Return the root folder."""
+    """Save `count` random colour images, evenly distributed over class folders.
+
+    Return the root folder.
+    """
     generator = np.random.default_rng(seed)
     for number in range(count):
         folder = root / folders[number % len(folders)]

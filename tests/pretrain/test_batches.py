@@ -129,7 +129,7 @@ def test_the_used_images_are_those_of_all_batches(repeats):
         assert {*np.flatnonzero(source.mark_used_images(steps))} == expected
 
 
-def test_every_repeat_has_other_crops_and_the_first_the_usual_ones():
+def test_first_repeats_have_the_usual_crops_and_others_new_ones():
     (once, _), (thrice, _) = make_batches(ALBUM[:4])[0], make_batches(ALBUM[:4], repeats=3)[0]
     first, second, third, of_next_image = thrice.pixels[:4]
     assert torch.equal(first, once.pixels[0])
@@ -249,7 +249,7 @@ def test_a_run_in_chunks_equals_one_without_workers(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("workers", [FEW, {}], ids=["two workers", "none"])
-def test_a_broken_image_in_a_later_chunk_is_reported_or_left_out(tmp_path, workers):
+def test_broken_images_in_later_chunks_are_reported_or_left_out(tmp_path, workers):
     root = photo_folder(tmp_path / "photos", 5)
     # It is the last image of the first batch, which two workers read in two chunks.
     (_, index, _) = make_batches(ALBUM[:5]).list_sample_keys(0)[-1]

@@ -74,7 +74,7 @@ def test_a_monitor_does_not_change_batch_statistics(images, tmp_path):
     assert main([*probe, "probe.neighbours=1", "probe.facet=patch_mean"]) == 0
 
 
-def test_a_lost_step_does_not_change_batch_statistics():
+def test_a_skipped_step_does_not_change_batch_statistics():
     timeline = Timeline(2, 2)
     learner = Supervised().build(TINY, timeline, seed=0, class_names=("a", "b"))
     options = TrainOptions(epochs=1, batch_size=4)

@@ -36,7 +36,7 @@ TRAIN = TrainOptions(batch_size=8, max_steps=6, warmup_epochs=0.0, num_workers=0
 PLAN = Pretraining(model=TINY, objective=TASK, optimizer=AdamW(lr=0.3), train=TRAIN)
 
 
-def test_a_row_is_a_string_a_separator_the_string_and_a_stop():
+def test_rows_contain_string_separator_string_and_stop():
     rows = make_rows(torch.tensor([[2, 0, 3], [1, 1, 1]]), 4)
     assert rows.tolist() == [[2, 0, 3, 4, 2, 0, 3, 5], [1, 1, 1, 4, 1, 1, 1, 5]]
 
@@ -126,7 +126,7 @@ def test_a_run_logs_its_test_accuracies(tmp_path):
     assert rows[0]["loss"] == pytest.approx(np.log(6), rel=0.1)
 
 
-def test_report_and_table_show_the_last_row_of_a_run_without_records(tmp_path, capsys):
+def test_last_rows_of_runs_without_records_are_shown(tmp_path, capsys):
     folder = tmp_path / "copied"
     replace(PLAN, train=replace(TRAIN, max_steps=2)).run(folder, device="cpu")
     last = log_rows(folder)[-1]

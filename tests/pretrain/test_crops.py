@@ -73,7 +73,10 @@ GPU = [
 
 
 def draw_params(crops, *, images, views=10) -> AugmentationParams:
-    """Draw the augmentation parameters of all views. The views of an image are consecutive."""
+    """Draw the augmentation parameters of `views` views for each of `images` images.
+
+    In the result, the views of an image are consecutive.
+    """
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, params = crops.draw(generators, np.full((images, 2), 99))
@@ -105,7 +108,7 @@ def test_augmentation_of_a_batch_equals_torchvision(device):
         torch.testing.assert_close(ours[view], reference, atol=5e-5, rtol=0)
 
 
-def test_colours_computed_for_all_views_equal_those_of_the_views_that_need_them(monkeypatch):
+def test_colours_computed_for_all_or_only_changed_views_are_equal(monkeypatch):
     monkeypatch.setattr(augmentation, "_compiled_jitter", lambda: augmentation.jitter_all)
     pixels = picture(24, 20).repeat(60, 1, 1, 1)
     params = draw_params(MultiCrop(hue=0.5, grey_probability=0.4), images=6)
@@ -215,7 +218,7 @@ def test_corners_are_distributed_as_in_torchvision():
 
 
 @pytest.mark.parametrize(("size", "box"), [((10, 90), (0, 38, 10, 13)), ((90, 9), (39, 0, 12, 9))])
-def test_an_image_too_elongated_for_any_box_is_cropped_at_its_center(size, box):
+def test_images_too_elongated_for_any_box_are_cropped_centrally(size, box):
     assert tuple(draw_boxes(size, np.array([[0.9, 1.0]]), (3 / 4, 4 / 3))[0]) == box
 
 
@@ -231,7 +234,7 @@ def test_a_crop_equals_that_of_pil():
     ("image_size", "patch_size", "sizes"),
     [(224, 16, (224, 96)), (64, 8, (64, 24)), (96, 16, (96, 48)), (32, 16, (32, 16))],
 )
-def test_the_size_of_small_crops_is_a_multiple_of_the_patch(image_size, patch_size, sizes):
+def test_small_crops_have_a_multiple_of_the_patch_size(image_size, patch_size, sizes):
     assert MultiCrop().sizes(image_size, patch_size) == sizes
     assert MultiCrop(num_locals=0).sizes(image_size, patch_size) == (image_size,)
 

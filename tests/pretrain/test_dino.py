@@ -68,7 +68,7 @@ def test_cross_view_loss_equals_the_double_loop_and_its_gradients(chunk, num_vie
     torch.testing.assert_close(*gradients, atol=1e-10, rtol=1e-10)
 
 
-def test_the_loss_compares_each_teacher_view_with_all_other_student_views():
+def test_losses_compare_each_teacher_view_with_other_student_views():
     learner, views = learner_of(), views_of()
     learner.center.copy_(torch.linspace(-0.1, 0.1, 20))
     loss, report = learner.loss(learner.student, views, step=0)
@@ -124,7 +124,7 @@ def test_the_teacher_is_the_moving_average_of_the_student():
         assert not new.requires_grad
 
 
-def test_the_center_is_updated_with_the_mean_over_all_micro_batches():
+def test_the_center_uses_the_mean_over_all_micro_batches():
     learner = learner_of(center_momentum=0.75)
     parts = [views_of(seed=seed) for seed in (0, 1)]
     for views in parts:
@@ -224,7 +224,7 @@ def test_training_equals_a_plain_training_loop():
 
 
 @pytest.mark.slow
-def test_head_and_loss_need_a_third_of_the_memory_of_the_double_loop():
+def test_head_and_loss_need_a_third_of_the_plain_memory():
     (ours, _), (plain, _) = (
         bench.measured_head(name, 16, device=CPU, out_dim=65_536)
         for name in (bench.ADAMW, bench.PLAIN)

@@ -64,7 +64,7 @@ def assert_equal_weights(one, other):
 @pytest.mark.parametrize(
     "objective", [SUPERVISED, SMALL_DINO, MAE], ids=["supervised", "dino", "mae"]
 )
-def test_all_encoders_start_with_the_weights_and_the_head_is_new(root, tmp_path, objective):
+def test_all_encoders_get_the_weights_but_heads_are_new(root, tmp_path, objective):
     start = save_initial(tmp_path / "start.safetensors")
     weights = build_vit(TINY, seed=7).state_dict()
     # The learning rate of the only step is 0, because of the warm-up.
@@ -140,7 +140,7 @@ def train_whole_and_stopped(root, tmp_path, **options) -> Pretraining:
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_a_run_continues_if_its_initial_checkpoint_is_moved_or_deleted(root, tmp_path, is_moved):
+def test_runs_continue_if_the_initial_checkpoint_is_moved_or_deleted(root, tmp_path, is_moved):
     plan = train_whole_and_stopped(root, tmp_path)
     names = ("start.safetensors", "start.safetensors.sha256")
     if is_moved:

@@ -87,9 +87,9 @@ def test_long_waits_for_data_are_reported_once(monkeypatch, capsys, late, total,
 
 @pytest.fixture
 def runs(monkeypatch) -> list[SimpleNamespace]:
-    """Replace the package wandb with a stand-in.
+    """Replace the package wandb with a module that only stores the calls of its functions.
 
-    Return a list to which each run that is started with the stand-in is added.
+    Return a list to which each started run of Weights & Biases is added.
     """
     started: list[SimpleNamespace] = []
 

@@ -174,7 +174,7 @@ def test_an_extended_run_continues_and_resumes_bit_for_bit(root, tmp_path):
 
     rows = log_rows(out)
     assert [row["step"] for row in rows] == list(range(1, 2 * STEPS_PER_EPOCH + 1))
-    # From then on, the schedules are those of a run that had this length from the start.
+    # From then on, the schedules equal the schedules of a run that had this length from the start.
     long.run(tmp_path / "whole", device="cpu")
     planned = [row["lr"] for row in log_rows(tmp_path / "whole")]
     assert [row["lr"] for row in rows[STEPS_PER_EPOCH:]] == planned[STEPS_PER_EPOCH:]
@@ -215,7 +215,13 @@ def test_only_plain_resume_starts_a_missing_run(workdir, capsys):
 
 
 def change_state(out, removed=(), added=None):
-    """Add keys to, or remove keys from, the configuration in the saved training state of a run."""
+    """Change the configuration in the saved state of a run, as if another version had written it.
+
+    Args:
+        out: The run folder.
+        removed: Keys to remove, such as "train.repeats".
+        added: Keys to add, with their values. A dictionary is merged into an existing one.
+    """
     state = state_of(out)
     configuration = state["configuration"]
     for key in removed:
@@ -269,7 +275,7 @@ def test_differences_from_an_older_state_are_reported(root, tmp_path):
         ((), {"lottery": {"prize": 7}}, {}, "lottery.prize: 7 -> None"),
         # A newer option is not at its default.
         (("train.max_grad_norm", "model.norm"), {}, norm, "train.max_grad_norm: 3.0 -> 1.0"),
-        # The defaults of another class do not apply to the former one.
+        # The defaults of the new class do not apply to the class of the saved run.
         ((), {}, {"optimizer": Soap(lr=0.05)}, "optimizer._target_: .*AdamW -> .*Soap.*"),
     ]
     for number, (removed, added, options, difference) in enumerate(cases):

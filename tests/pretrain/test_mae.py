@@ -115,12 +115,12 @@ def make_transparent(decoder: MaeDecoder) -> MaeDecoder:
     return decoder
 
 
-def test_the_decoder_returns_every_token_to_the_position_of_its_patch():
+def test_the_decoder_puts_every_token_at_its_patch_position():
     model = ViTConfig(image_size=4, patch_size=2, dim=12, depth=1, num_heads=2, num_registers=1)
     decoder = make_transparent(learner_of(model, mask_ratio=0.5).student.decoder)
     tokens = torch.tensor([50.0, 51.0, 10.0, 11.0])[None, :, None].expand(1, 4, 12)
     painted = decoder(tokens, torch.tensor([[2, 0, 3, 1]])) - decoder.positions
-    # The tokens are [CLS] (50), a register (51), and those of patches 2 and 0.
+    # The tokens are [CLS] (50), a register (51), and the tokens of patches 2 and 0.
     expected = torch.tensor([11.0, -1.0, 10.0, -1.0])[None, :, None].expand(1, 4, 12)
     torch.testing.assert_close(painted, expected)
 

@@ -114,7 +114,7 @@ def test_the_time_of_the_monitor_is_not_training_time(root, tmp_path, capsys, mo
     assert min(speeds) > 2 / 1800
 
 
-def test_a_resumed_run_may_change_its_monitor_which_agrees_with_the_probe(root, tmp_path):
+def test_resumed_runs_may_change_the_monitor_which_equals_the_probe(root, tmp_path):
     stopped_after_a_step(monitored_plan(root, monitor=Monitor()), tmp_path)
     monitor = replace(KNN_ONLY, neighbours=3, batch_size=4)
     path = monitored_plan(root, monitor=monitor).run(tmp_path, resume=True, device="cpu")
@@ -162,7 +162,7 @@ def test_a_diverged_encoder_has_no_score(root, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_feature_that_is_not_finite_in_either_split_leaves_no_score(root, monkeypatch, split):
+def test_non_finite_features_in_either_split_leave_no_score(root, monkeypatch, split):
     plan, timeline = monitored_plan(root), Timeline(8, 6)
     learner, images = plan.objective.build(plan.encoder, timeline, seed=0), plan.images()
     evaluator = plan.monitor.build_evaluator(learner, timeline, plan.data, images)
@@ -180,7 +180,7 @@ def test_a_feature_that_is_not_finite_in_either_split_leaves_no_score(root, monk
     assert math.isnan(evaluator.measure_if_due(8)["knn_top1"])
 
 
-def test_a_broken_validation_image_is_reported_and_the_steps_are_saved(root, tmp_path):
+def test_a_broken_validation_image_is_reported_after_steps_are_saved(root, tmp_path):
     album = shutil.copytree(root, tmp_path / "album")
     (album / "val/class0/0.png").write_bytes(b"\x89PNG")
     with pytest.raises(DataError, match=r"class0/0\.png"):
@@ -250,7 +250,7 @@ def test_the_monitor_reads_16_bit_images(tmp_path):
     assert set(MEASURES) <= log_rows(tmp_path / "run")[-1].keys()
 
 
-def test_the_rank_of_a_class_counts_larger_and_earlier_equal_logits():
+def test_class_ranks_count_larger_and_earlier_equal_logits():
     logits = torch.tensor([[0.0, 3, 1, 2], [5, 5, 5, 5], [5, 5, 5, 5], [1, 0, 0, 9]])
     labels = torch.tensor([0, 0, 2, 3])
     ranks = rank_true_classes(logits, labels)
@@ -364,7 +364,7 @@ def test_the_recipe_describes_the_length_of_the_run():
     assert tuned == "100 epochs, batch 512, Soap at 0.01, from weights 01234567"
 
 
-def test_the_record_is_shown_with_the_published_value_and_in_a_report(finished, tmp_path, capsys):
+def test_the_record_appears_with_published_values_and_in_reports(finished, tmp_path, capsys):
     out = ["--out", str(finished / "results")]
     mapped = f"ViT, no skip={finished / 'run'}"
     assert main(["table", *out, "--paper", "mnist", "--as", mapped, "--format", "markdown"]) == 0

@@ -143,14 +143,14 @@ def step_of(learner: Learner, views: list[Tensor]) -> tuple[Tensor, dict[str, Te
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_objective_trains_some_encoders_and_refuses_others_with_a_hint(name):
+def test_objectives_train_some_encoders_and_refuse_others_with_hints(name):
     errors = [error for error in refusals(name).values() if error is not None]
     assert 0 < len(errors) < len(refusals(name))
     assert all(error.hint for error in errors)
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_the_loss_is_finite_and_every_trained_weight_has_a_gradient(name, kind):
+def test_losses_are_finite_and_every_trained_weight_gets_gradients(name, kind):
     if refusals(name)[kind] is not None:
         return
     plan = plan_of(name, kind)
@@ -238,7 +238,7 @@ def test_a_loaded_state_gives_the_same_loss(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_views_do_not_depend_on_the_chunks_in_which_they_are_cut(name):
+def test_views_do_not_depend_on_the_number_of_chunks(name):
     plan = plan_of(name, first_kind(name))
     whole, chunks = views_of(plan, 5), views_of(plan, 5, cuts=(2, 3))
     assert all(map(torch.equal, whole, chunks))
@@ -255,7 +255,7 @@ def test_the_advice_after_out_of_memory_tries_smaller_micro_batches(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stopped_run_continues_bit_for_bit_and_saves_its_encoder(name, tmp_path):
+def test_stopped_runs_continue_bit_for_bit_and_save_their_encoder(name, tmp_path):
     options = {"batch_size": 4, "max_steps": 6, "accumulation": 2, "num_workers": 0, "seed": 3}
     plan = plan_of(name, first_kind(name), optimizer=AdamW(lr=0.05))
     if not isinstance(plan.objective, GeneratingObjective):

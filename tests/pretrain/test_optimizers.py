@@ -250,7 +250,8 @@ def has_gradient(index: int, step: int) -> bool:
 def optimise(optimizer: SOAP, parameters: Sequence[nn.Parameter], noise: Sequence, at=0) -> None:
     """Take one optimizer step for each item of `noise`.
 
-    The gradient of a parameter is its noise plus 0.3 times the parameter.
+    The gradient of a parameter is its noise plus 0.3 times the parameter. `at` is the number of the
+    first step.
     """
     for step, gradients in enumerate(noise, start=at):
         optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"] = schedule(step)
@@ -449,7 +450,7 @@ def test_impossible_hyperparameters_are_refused(options):
         SOAP([nn.Parameter(torch.zeros(2))], **options)
 
 
-# SOAP refreshes no basis in the tests that compare runs with and without a lost step.
+# SOAP refreshes no basis in the tests that compare runs with and without a skipped step.
 RECIPES = [AdamW(lr=0.1), Soap(lr=0.1, precondition_frequency=100)]
 
 
@@ -496,7 +497,7 @@ def are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 @pytest.mark.parametrize("recipe", [*RECIPES, Soap(lr=0.1, precondition_frequency=1)])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_lost_step_changes_neither_weights_nor_state(recipe, value):
+def test_a_skipped_step_changes_neither_weights_nor_state(recipe, value):
     weights, optimizer = start(recipe)
     for seed in range(4):
         take_step(optimizer, weights, seed)
@@ -510,14 +511,14 @@ def test_a_lost_step_changes_neither_weights_nor_state(recipe, value):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("at", [2, 6])
-def test_a_lost_step_does_not_affect_later_steps(recipe, at):
+def test_a_skipped_step_does_not_affect_later_steps(recipe, at):
     runs = []
     for has_lost_one in (False, True):
         weights, optimizer = start(recipe)
         for seed in range(9):
             if has_lost_one and seed == at:
                 take_step(optimizer, weights, 77, value=math.nan)
-                # The saved state must count the lost step, too.
+                # The saved state must count the skipped step, too.
                 state = copy.deepcopy(optimizer.state_dict())
                 optimizer = recipe.build([{"params": weights, "weight_decay": 0.1}])
                 optimizer.load_state_dict(state)
@@ -527,7 +528,7 @@ def test_a_lost_step_does_not_affect_later_steps(recipe, at):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_lost_first_step_leaves_a_finite_state(recipe):
+def test_a_skipped_first_step_leaves_a_finite_state(recipe):
     weights, optimizer = start(recipe)
     before = [weight.detach().clone() for weight in weights]
     take_step(optimizer, weights, 0, value=math.nan)

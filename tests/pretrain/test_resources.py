@@ -183,7 +183,7 @@ def test_a_connection_lost_within_a_step_keeps_the_last_checkpoint(
     assert weights[0] == weights[1]
 
 
-def test_a_connection_lost_while_metrics_are_averaged_is_reported_by_each_process(monkeypatch):
+def test_each_process_reports_a_connection_lost_while_metrics_are_averaged(monkeypatch):
     def lose(*_, **__):
         raise GLOO
 
@@ -199,7 +199,7 @@ def test_a_connection_lost_while_metrics_are_averaged_is_reported_by_each_proces
     assert not again.value.is_raised_on_all_ranks
 
 
-def test_out_of_memory_in_the_monitor_gives_no_advice_about_steps(workdir, capsys, monkeypatch):
+def test_out_of_memory_in_the_monitor_recommends_no_step_settings(workdir, capsys, monkeypatch):
     def measure(self, step):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -211,7 +211,7 @@ def test_out_of_memory_in_the_monitor_gives_no_advice_about_steps(workdir, capsy
     )
 
 
-def test_a_smaller_model_is_advised_if_a_single_image_does_not_fit(workdir, capsys, monkeypatch):
+def test_smaller_models_are_advised_if_single_images_do_not_fit(workdir, capsys, monkeypatch):
     limit_memory(monkeypatch, 0, torch.OutOfMemoryError("CUDA out of memory"))
     message = expect_error(capsys, pretraining(workdir / "photos", "run"), 5)
     assert "`model=vit_tiny_skip`" in message
@@ -258,7 +258,7 @@ class SumLearner(nn.Module):
         (nn.Conv2d(6, 6, 3, padding=1, groups=6), (2, 6, 5, 4), 9 * (2 * 20) * 6),
     ],
 )
-def test_flops_of_a_layer_and_its_gradients(layer, shape, products):
+def test_flops_of_layers_and_their_gradients_equal_formulas(layer, shape, products):
     values = torch.zeros(shape)
     assert count_training_flops(SumLearner(layer), [values], 0) == 2 * (2 * products)
     assert count_training_flops(SumLearner(layer), [values.requires_grad_()], 0) == 3 * (
@@ -318,7 +318,7 @@ def test_the_rate_counts_two_operations_per_multiplication(monkeypatch):
         (3, ValueError("broken"), None),
     ],
 )
-def test_memory_is_tested_with_two_new_steps_of_two_micro_batches(
+def test_memory_is_tested_with_two_steps_of_two_micro_batches(
     monkeypatch, failing_call, error, fits
 ):
     learner, calls = SMALL_DINO.build(TINY, Timeline(10, 10), seed=0), []
@@ -346,7 +346,7 @@ def test_memory_is_tested_with_two_new_steps_of_two_micro_batches(
 
 
 @pytest.mark.slow
-def test_flops_of_an_image_in_the_official_recipe():
+def test_an_image_of_the_official_recipe_needs_114_gflop():
     # In GFLOP: 94.0 of the student, 18.4 of the teacher, and 1.4 of the heads.
     learner = Dino().build(ViTConfig(), Timeline(100, 10), seed=0)
     views = [torch.zeros(2, 3, 224, 224), torch.zeros(8, 3, 96, 96)]

@@ -79,7 +79,7 @@ def test_max_steps_can_only_shorten_a_run():
         (TEMPERATURE_RISE, LONG, 300), (TEMPERATURE_RISE, SHORT, 90),
     ],
 )  # fmt: skip
-def test_a_default_phase_is_limited_to_a_share_of_the_run(warmup, timeline, steps):
+def test_default_phases_are_limited_to_a_share_of_the_run(warmup, timeline, steps):
     assert warmup.count_steps(None, timeline) == steps
 
 

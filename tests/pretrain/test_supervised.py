@@ -48,7 +48,7 @@ def learner_of(objective=None, names=NAMES):
     return (objective or Supervised()).build(TINY, Timeline(10, 5), seed=1, class_names=names)
 
 
-def test_the_accuracy_counts_the_predicted_class_by_its_share_of_the_image():
+def test_predicted_classes_count_by_their_share_of_the_image():
     # The own class is predicted for two of five images, and the mixed-in class for three.
     predicted, labels = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 2, 1, 0])
     for own_share, top1 in [(1.0, 40.0), (0.75, 45.0), (0.25, 55.0), (0.0, 60.0)]:

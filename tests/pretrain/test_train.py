@@ -84,7 +84,7 @@ def test_a_run_saves_its_teacher_and_logs_each_step(root, tmp_path, capsys, monk
     lr = Cosine(0.05 * 2 / 256, 1e-6, num_steps=8, warmup_steps=1)
     assert [row["lr"] for row in rows] == pytest.approx([lr(step) for step in range(8)])
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"]["seed"] == 3
-    # The rates are those of the optimizer, and biases are not decayed.
+    # The log contains the rates that the optimizer uses. Biases are not decayed.
     decayed, exempt = state["optimizer"]["param_groups"]
     assert decayed["lr"] == exempt["lr"] == rows[-1]["lr"] > 0
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (rows[-1]["weight_decay"], 0)

@@ -86,7 +86,7 @@ def test_the_first_process_reports_unreadable_images_of_another(workdir, results
     assert state["left_out"] == [3]
 
 
-def test_processes_wait_for_a_slow_disk_and_up_to_the_timeout_for_a_monitor(workdir, results):
+def test_processes_wait_for_slow_disks_and_limited_time_for_monitors(workdir, results):
     assert results["slow disk:0"]["codes"] == results["slow monitor:0"]["codes"] == [0, 0]
     assert 0 not in results["slower monitor:0"]["codes"]
 

@@ -94,7 +94,7 @@ def test_a_run_continues_after_its_tar_files_are_moved(root, tmp_path, fingerpri
     assert (tmp_path / "run" / ENCODER).read_bytes() == (tmp_path / "whole" / ENCODER).read_bytes()
 
 
-def test_damaged_images_in_tar_files_stop_a_run_or_are_left_out(root, tmp_path):
+def test_damaged_images_in_tar_files_stop_runs_or_are_omitted(root, tmp_path):
     shards = tars_of(root / "album", tmp_path / "shards")
     write_tar(shards / "004.tar", {"damaged.png": b"\x89PNG\r\n\x1a\n", "damaged.cls": b"0"})
     with pytest.raises(UnreadableImage, match=r"004\.tar/damaged\.png") as caught:

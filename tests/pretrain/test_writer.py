@@ -85,7 +85,7 @@ def test_steps_do_not_change_a_state_that_is_being_written(workdir, monkeypatch,
 
 @pytest.mark.slow
 @unchecked_types()
-def test_a_run_killed_while_it_writes_continues_from_the_previous_state(workdir):
+def test_runs_killed_while_writing_continue_from_the_previous_state(workdir):
     run = pretraining(workdir / "photos", "run", EVERY_EPOCH)
     usual = checkpoints._write
 
@@ -120,7 +120,7 @@ def test_a_run_killed_between_two_renames_continues(workdir):
         assert state_of(workdir / "run")["step"] == step
 
 
-def test_a_full_disk_ends_the_run_and_keeps_the_previous_state(workdir, capsys, monkeypatch, steps):
+def test_full_disks_end_the_run_and_keep_the_previous_state(workdir, capsys, monkeypatch, steps):
     write, log, full = checkpoints._write, train.logging.StepReporter.add, []
 
     def fail_from_step_4(values, file) -> None:

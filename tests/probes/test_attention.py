@@ -48,7 +48,10 @@ def vit(seed: int = 0, **changes: Any) -> Any:
 
 
 def small_timm(name: str, **changes: Any) -> Encoder:
-    """Return a timm Vision Transformer with two blocks and random weights."""
+    """Return a timm Vision Transformer with two blocks and random weights.
+
+    `changes` are further arguments of `timm.create_model`.
+    """
     torch.manual_seed(0)
     model = timm.create_model(
         name, num_classes=0, depth=2, embed_dim=24, num_heads=3, dynamic_img_size=True, **changes
@@ -183,7 +186,7 @@ def test_fused_and_explicit_attention_give_the_same_map():
         assert weights.shape == (1, 2, 1, 17)
 
 
-def test_multihead_attention_of_torch_gives_a_map_and_keeps_its_output():
+def test_multihead_attention_of_torch_gives_maps_and_unchanged_outputs():
     torch.manual_seed(0)
     encoder = Encoder.from_module(Own().eval(), patch_size=8, image_size=32, mean=0.5, std=0.5)
     extractor = FeatureExtractor(encoder, layers=[0, 1])
@@ -406,7 +409,7 @@ def test_sides_are_reduced_to_multiples_of_the_patch():
         assert Attention(**options).prepare(sample, 8).shape == (3, *size)
 
 
-def test_the_background_is_class_0_only_if_it_is_called_so(tmp_path):
+def test_class_0_is_background_only_if_it_is_called_so(tmp_path):
     root = paired_folders(tmp_path / "folders", {"train": ["a"], "val": ["b"]})
     more = [f"class {number}" for number in range(1, 21)]
     stuff = ImageMaskFolders(root, class_names=["wall", *more[1:], "background"])

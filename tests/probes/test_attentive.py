@@ -39,7 +39,10 @@ def scores(
 
 
 def wave(*shape: int, step: float) -> Tensor:
-    """Return a tensor of sine values, which programs in other languages can reproduce."""
+    """Return a tensor with the values sin(0), sin(step), sin(2 * step) and so on.
+
+    Programs in other languages can reproduce these values.
+    """
     return (torch.arange(math.prod(shape), dtype=torch.float64) * step).sin().view(shape)
 
 
@@ -125,7 +128,7 @@ def test_parallel_heads_equal_separately_trained_heads(batch_size):
     assert not torch.allclose(both.query[0, 0], both.query[0, 1])
 
 
-def test_the_rate_rises_in_the_first_ninth_of_the_steps_and_then_follows_a_cosine(monkeypatch):
+def test_the_rate_rises_in_one_ninth_and_follows_a_cosine(monkeypatch):
     found = []
 
     def record(optimizer, parameters, gradients, states, rates, step):

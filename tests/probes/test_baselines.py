@@ -45,7 +45,7 @@ def test_the_centre_box_has_half_the_area_of_the_image():
     assert ((x0 + x1) / 2, (y0 + y1) / 2) == pytest.approx((100, 50))
 
 
-def test_the_better_of_centre_box_and_whole_image_is_the_baseline():
+def test_the_baseline_is_the_better_of_two_fixed_boxes():
     # The centre box is a square with sides of 70.7 pixels. Its IoU with the whole image is 50 %,
     # and its IoU with a strip at the edge is 0.
     whole, strip = [[0.0, 0.0, 100.0, 100.0]], [[0.0, 0.0, 10.0, 100.0]]
@@ -64,7 +64,7 @@ def test_the_better_of_centre_box_and_whole_image_is_the_baseline():
         assert found[metric].value == pytest.approx(30.0)
 
 
-def test_a_single_cluster_is_the_baseline_if_one_class_is_frequent():
+def test_single_clusters_are_the_baseline_if_one_class_is_frequent():
     # If two random halves are assigned to different classes, only about half of the images are
     # correct.
     table = np.array([[48, 2], [42, 8]])
@@ -77,7 +77,7 @@ def test_a_single_cluster_is_the_baseline_if_one_class_is_frequent():
     assert (found["purity"].answer, found["ami"].answer) == ("random clusters", "random clusters")
 
 
-def test_the_best_and_the_most_frequent_answer_counted_by_hand():
+def test_best_and_most_frequent_answers_equal_a_hand_count():
     assert Baseline.best({"a": 1.0, "b": 2.0, "c": 2.0}) == Baseline("b", 2.0)
     assert Baseline.best({"a": float("nan"), "b": -5.0}) == Baseline("b", -5.0)
     named, counts = predict_constant_class(np.array([[0, 0, 0, 0], [0, 5, 5, 0], [3, 6, 1, 0]]))
@@ -117,7 +117,7 @@ def test_the_baseline_of_masks_is_the_share_of_the_background(workdir, task):
 
 
 @pytest.mark.parametrize("task", ["knn", "classification"])
-def test_the_baseline_of_classes_is_the_share_of_the_largest_class(workdir, task):
+def test_the_class_baseline_is_the_share_of_the_largest(workdir, task):
     words = probing(task, "class_folders", coloured_classes(workdir / "classes"))
     for metric, baseline in run_baselines(words).items():
         # Each of the six classes has two images.

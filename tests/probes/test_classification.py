@@ -271,7 +271,7 @@ def score_three_heads(**changes: Any) -> list[Score]:
     return list(score_selected_heads(4, "cls", **arguments, labels=labels))
 
 
-def test_held_out_images_select_the_holdout_and_scored_images_the_oracle():
+def test_held_out_images_select_holdout_heads_and_scored_ones_oracles():
     found = {score.metric: score for score in score_three_heads()}
 
     values = {metric: (score.value, score.details["c_value"]) for metric, score in found.items()}
@@ -311,7 +311,7 @@ def test_warnings_name_grid_edges_diverged_heads_and_degenerate_features():
         assert part in warning
 
 
-def test_ties_go_to_the_lower_class_and_nonfinite_logits_are_never_correct():
+def test_ties_go_to_lower_classes_and_nonfinite_logits_are_wrong():
     logits = torch.tensor([[3.0, 1.0, 3.0], [3.0, 1.0, 3.0], [1.0, 2.0, 3.0], [math.nan, 2.0, 3.0],
                            [math.inf, 0.0, 0.0]])  # fmt: skip
 

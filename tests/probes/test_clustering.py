@@ -51,7 +51,7 @@ def draw_labels(images=60, clusters=5, classes=4):
     return guess, truth, contingency_table(guess, truth, clusters, classes)
 
 
-def test_tables_purity_and_assignments_counted_by_hand():
+def test_tables_purity_and_assignments_equal_a_count_by_hand():
     clusters = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
     classes = np.array([0, 0, 0, 0, 1, 1, 1, 0, 1, 1])
     assert contingency_table(clusters, classes, 3, 2).tolist() == TABLE.tolist()
@@ -67,7 +67,7 @@ def test_tables_purity_and_assignments_counted_by_hand():
     assert accuracy(TABLE, match_clusters(TABLE)) == pytest.approx(70)
 
 
-def test_matched_ious_counted_by_hand():
+def test_matched_ious_equal_a_count_by_hand():
     for table, expected in (
         # The IoUs are 4/5 and 3/5. The third cluster has no class. STEGO counts such a cluster as
         # a further class with an IoU of 0, which would give 46.7.

@@ -278,7 +278,7 @@ def test_the_reason_why_a_block_is_not_decomposed_is_stated(run, monkeypatch, fo
     assert all(why in reason for reason in (*reasons.values(), line))
 
 
-def test_a_block_with_another_output_in_a_separate_call_has_no_jacobian(run, monkeypatch):
+def test_blocks_with_another_output_in_a_separate_call_lack_jacobians(run, monkeypatch):
     monkeypatch.setattr(BlockRecord, "run_block", lambda _, tokens: tokens + 0.1)
 
     records = run(tiny(), layers=(0,), num_images=1, protocol="jacobian_exact")

@@ -168,7 +168,7 @@ def records(task: str, place: Path) -> list[Record]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_run_leaves_one_record_for_each_cell_and_every_figure(task, workdir):
+def test_runs_save_one_record_per_result_and_every_figure(task, workdir):
     probe, planned, _ = reduced_plan(task)
     folder, cells = all_blocks(task, workdir), probe.cells((0, 1, 2))
 
@@ -226,7 +226,7 @@ def test_finished_results_are_reused_except_for_another_seed(task, workdir, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*TASKS, *VARIANTS])
-def test_an_interrupted_run_of_some_blocks_gives_the_results_of_all(case, workdir, monkeypatch):
+def test_interrupted_runs_of_some_blocks_complete_the_results_of_all(case, workdir, monkeypatch):
     expected = results_of(all_blocks(case, workdir), layers=(1, 2))
     save, saved = ResultStore.save, list[Record]()
 

@@ -61,7 +61,7 @@ def run(dataset: Dataset, store: ResultStore, *, encoder: Encoder | None = None,
     return evaluated(probe, dataset, store, encoder or tiny(), (0, 2), overwrite=False)
 
 
-def test_larger_alphas_score_higher_and_figures_are_named_after_the_warp(photographs, tmp_path):
+def test_larger_alphas_score_higher_and_figure_names_state_the_warp(photographs, tmp_path):
     store = ResultStore(tmp_path / "out")
     options = {"warp": "flip", "facet": ["token", "key"], "panels": 1}
 
@@ -81,7 +81,7 @@ def test_larger_alphas_score_higher_and_figures_are_named_after_the_warp(photogr
     assert all("warp=flip" in name and name.endswith(".png.png") for name in drawn)
 
 
-def test_the_score_of_an_image_does_not_depend_on_other_images(photographs, tmp_path):
+def test_image_scores_do_not_depend_on_other_images(photographs, tmp_path):
     whole, alone = ResultStore(tmp_path / "one"), ResultStore(tmp_path / "other")
     first = run(photographs, whole)
     for name in ("a.png", "b.png"):
@@ -120,7 +120,7 @@ def test_a_block_with_equal_patches_is_degenerate(photographs, tmp_path):
     assert {record.details["view_size"] for record in records} == {48}
 
 
-def test_a_pair_is_degenerate_if_the_patches_of_its_target_are_equal(tmp_path):
+def test_pairs_are_degenerate_if_all_target_patches_are_equal(tmp_path):
     base, encoder = spair(tmp_path), tiny()
     with torch.no_grad():
         encoder.module.get_parameter("pos_embed").zero_()
@@ -171,7 +171,7 @@ def test_resized_objects_are_found_and_reachable_points_are_recorded(tmp_path):
     assert near[0].details["reachable"] == pytest.approx((0 + 50 + 100) / 3)
 
 
-def test_an_image_in_several_pairs_is_encoded_once_while_it_is_cached(tmp_path):
+def test_cached_images_in_several_pairs_are_encoded_once(tmp_path):
     pairs = ("ax", "by", "cx", "dx")
     spair(tmp_path, tuple(WrittenPair(n, a, b, "cat") for n, (a, b) in enumerate(pairs)))
     values, images = [], []
@@ -338,7 +338,7 @@ def test_matches_equal_those_of_a_plain_loop_in_float64(sampling):
         assert place == pytest.approx(((col + 0.5) / 5, (row + 0.5) / 4))
 
 
-def test_points_on_the_edges_of_the_image_belong_to_the_outermost_patches():
+def test_points_on_image_edges_belong_to_the_outermost_patches():
     source = torch.arange(6.0).view(1, 2, 3, 1)
     points = torch.tensor([[[0.0, 0.0], [1.0, 1.0], [1 / 3, 0.0], [0.0, 0.5]]])
 

@@ -58,7 +58,7 @@ def test_stored_training_features_are_reused_for_every_corruption(workdir):
     assert any(len(values) == 2 for values in by_metric)
 
 
-def test_a_sweep_has_a_job_with_its_command_for_each_corruption(workdir, capsys):
+def test_sweeps_have_one_job_with_its_command_per_corruption(workdir, capsys):
     words = knn_command(workdir, "corrupt=clean,all:3")[1:]
     assert main(["sweep", *words, "--dry-run", "--json"]) == 0
 

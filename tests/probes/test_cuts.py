@@ -51,7 +51,7 @@ def row_grid(count: int) -> PatchGrid:
     return PatchGrid(10, 10 * count, 10)
 
 
-def test_an_object_and_its_clipped_box_counted_by_hand():
+def test_objects_and_their_clipped_boxes_equal_hand_counts():
     labels, features = scene((slice(4, 6), slice(5, 8)))
     for height, width in ((60, 80), (51, 71), (55, 80)):
         found = discover(features, PatchGrid(height, width, 10))
@@ -82,7 +82,7 @@ def test_an_object_and_its_clipped_box_counted_by_hand():
         ([[1, 1, 0, 0], [0, 0, 1, 2], [0, 0, 0, 0]], Cut(connectivity=8), [0, 1, 6, 7], False),
     ],
 )
-def test_the_object_of_an_eigenvector_counted_by_hand(vector, cut, patches, tied):
+def test_the_object_of_an_eigenvector_equals_a_hand_count(vector, cut, patches, tied):
     rows, cols = np.atleast_2d(vector).shape
 
     found = object_at_peak(fiedler_vector(vector), PatchGrid(10 * rows, 10 * cols, 10), cut)
@@ -91,7 +91,7 @@ def test_the_object_of_an_eigenvector_counted_by_hand(vector, cut, patches, tied
     assert found.degenerate == tied
 
 
-def test_two_equal_halves_and_constant_features_are_degenerate_and_can_be_refused():
+def test_equal_halves_and_constant_features_are_degenerate_and_refusable():
     halves = torch.eye(2)[torch.arange(8) // 4].expand(6, 8, 2)
     for features in (halves, torch.ones(6, 8, 3)):
         assert discover(features, GRID).degenerate
@@ -178,7 +178,7 @@ def test_maskcut_finds_the_masks_of_the_official_code(seed, masks):
     assert all(one.box.tolist() == SQUARE.bounding_box(one.mask).tolist() for one in found)
 
 
-def test_the_foreground_is_the_other_side_if_the_peak_covers_three_corners():
+def test_the_other_side_is_foreground_if_peaks_cover_three_corners():
     vector = np.full((3, 5), 1.0)
     vector[0, 2], vector[1, 1], vector[1, 3] = 4, -2, -3
 
@@ -214,7 +214,7 @@ def test_the_foreground_is_the_other_side_if_the_peak_covers_three_corners():
         (200, [(50, 52), (20, 22), (120, 121)], 3, [[50, 51, 52], [20, 21, 22]], 3),
     ],
 )  # fmt: skip
-def test_the_rounds_of_maskcut(length, rounds, num_masks, masks, used):
+def test_maskcut_keeps_the_expected_masks_in_each_round(length, rounds, num_masks, masks, used):
     """Test which masks MaskCut keeps on a row of patches.
 
     Args:
@@ -237,7 +237,7 @@ def test_the_rounds_of_maskcut(length, rounds, num_masks, masks, used):
     assert len(rounds) - len(pending) == used
 
 
-def test_masks_of_maskcut_do_not_overlap_and_equal_peaks_are_degenerate():
+def test_maskcut_masks_do_not_overlap_and_equal_peaks_are_degenerate():
     found = maskcut(torch.eye(3)[None], row_grid(3), num_masks=5)
     vector = np.full(20, -1.0)
     vector[[2, 3, 4, 10]] = 2

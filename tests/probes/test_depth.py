@@ -163,7 +163,7 @@ def test_metrics_equal_a_computation_pixel_by_pixel():
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_metrics_of_a_constant_factor_counted_by_hand():
+def test_metrics_of_a_constant_factor_equal_hand_computations():
     depth = 1 + random(5, 5).abs()
 
     by_factor = image_metrics(torch.stack([depth, 1.2 * depth, 1.3 * depth]), depth, (0.001, 10.0))
@@ -362,7 +362,7 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
     dataset = DepthFolders(folders).val()
     rmse = []
     labels = run_of_split.compute_features().patches.labels
-    # A map of 32 x 40 pixels becomes one of 16 x 16. Each value is that of the nearest pixel.
+    # A map of 32 x 40 pixels is resized to 16 x 16 pixels, with the value of the nearest pixel.
     rows, cols = (((np.arange(16) + 0.5) * size / 16).astype(int) for size in (32, 40))
     first = DepthFolders(folders).train()[0].depth
     assert first is not None
@@ -438,7 +438,9 @@ def test_features_in_a_temporary_file_give_the_same_results(folders, encoder, tm
         ({"norm": "none"}, [[0], [1]]),
     ],
 )
-def test_heads_of_other_features_and_of_several_blocks(folders, encoder, tmp_path, options, blocks):
+def test_heads_are_trained_on_other_features_or_several_blocks(
+    folders, encoder, tmp_path, options, blocks
+):
     probe = replace(SMALL, learning_rates=(1e-3,), epochs=2, panels=0, **options)
 
     records = run(probe, folders, encoder, tmp_path)
@@ -479,7 +481,7 @@ def test_a_figure_shows_image_depth_and_each_block(folders, encoder, tmp_path):
     assert colours.tolist() == [[[68, 1, 84], [253, 231, 37], [255, 255, 255]]]
 
 
-def test_all_maps_of_a_figure_use_the_range_of_the_true_depth(tmp_path):
+def test_all_maps_of_a_figure_share_the_true_depth_range(tmp_path):
     true = np.repeat(np.linspace(1, 3, 8, dtype=np.float32)[None], 8, axis=0)
     true[0, 0] = np.nan
     middle = np.full((8, 8), 2, np.float32)

@@ -138,7 +138,7 @@ SOME, WHOLE = [0.0, 0.0, 62.0, 100.0], [0.0, 0.0, 100.0, 100.0]
         ([([LEFT], [LEFT]), ([OUTSIDE], NOTHING)], [50, 50, 100]),
     ],
 )
-def test_precision_and_recall_counted_by_hand(images, expected):
+def test_precision_and_recall_equal_a_count_by_hand(images, expected):
     assert percent([count_image(*one) for one in images]) == pytest.approx(expected)
 
 
@@ -194,7 +194,7 @@ def test_earlier_boxes_of_an_image_count_as_more_confident():
         assert scores["ap50"].details["if_equally_sure"] == pytest.approx(50)
 
 
-def test_scores_depend_on_images_with_ground_truth_but_not_on_their_order():
+def test_scores_depend_on_annotated_images_and_not_on_their_order():
     results = [
         result([LEFT, RIGHT], [LEFT, RIGHT]),
         result([OUTSIDE, LEFT], [LEFT]),

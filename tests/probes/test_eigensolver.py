@@ -40,7 +40,10 @@ def dense_solution(features, *, weighted=False, tau=TAU):
 
 
 def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
-    """Return noisy tokens around a few random directions. Their similarity graph is connected."""
+    """Return tokens around `num_clouds` random centres, whose similarity graph is connected.
+
+    The noise around the centres has the standard deviation `spread`. Tokens have `dim` channels.
+    """
     generator = np.random.default_rng(seed)
     centers = generator.standard_normal((num_clouds, dim))
     members = generator.integers(num_clouds, size=num_tokens)
@@ -131,7 +134,7 @@ def test_graphs_without_a_unique_answer_are_degenerate(num_tokens):
         assert np.isfinite(found.vector).all()
 
 
-def test_the_vector_of_two_tokens_is_orthogonal_to_the_constant_one():
+def test_eigenvectors_of_two_tokens_are_orthogonal_to_constant_ones():
     # The first degree is 1 + EPS. The zero token has the degree 2 * EPS.
     for second, vector, value in (
         ([0, 1], [1, -1], 2 * EPS / (1 + EPS)),

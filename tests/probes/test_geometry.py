@@ -77,7 +77,7 @@ def test_scores_have_units_counts_and_intervals_within_their_ranges(photographs)
     assert ranks.ci95 is None
 
 
-def test_each_facet_has_the_scores_of_a_run_with_only_this_facet(photographs):
+def test_facets_score_alike_alone_and_together(photographs):
     both = values(photographs, facet=["cls", "patch_mean"])
 
     for facet in ("cls", "patch_mean"):
@@ -185,9 +185,7 @@ def test_views_of_an_interrupted_run_are_not_computed_again(
     assert not list((tmp_path / "cache").rglob("*.jsonl"))
 
 
-def test_another_seed_draws_other_views_and_does_not_use_those_of_an_interrupted_run(
-    photographs, tmp_path, monkeypatch
-):
+def test_another_seed_draws_new_views_after_an_interrupted_run(photographs, tmp_path, monkeypatch):
     # All images have views, so that only their crops depend on the seed.
     one, other = (values(photographs, seed=seed, view_images=7) for seed in (0, 1))
     for cell in ((1, "cls", "alignment"), (1, "token", "position_r2")):

@@ -36,7 +36,7 @@ def moments_with_variances(variances):
     return moments(torch.cat([axes, -axes]))
 
 
-def test_ranks_of_two_singular_values_counted_by_hand():
+def test_ranks_of_two_singular_values_equal_hand_computations():
     # The shares are 3/4 and 1/4. Without their mean, the vectors lie on a line.
     vectors = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
     assert rankme(moments(vectors)) == pytest.approx(4 / 3**0.75, abs=1e-5)
@@ -79,7 +79,7 @@ def test_the_slope_is_weighted_by_one_over_the_rank():
     assert alpha_req(moments_with_variances(variances), (2, 5))[0] == pytest.approx(line.coef_[0])
 
 
-def test_lidar_counted_by_hand():
+def test_lidar_equals_a_computation_by_hand():
     assert lidar(CROSS[:, None] + CROSS, delta=1e-12) == pytest.approx(2)
     # Along one axis, the ratio of the variances between images and views is a ninth of that along
     # the other axis. The shares are 0.9 and 0.1.
@@ -141,7 +141,7 @@ def test_ranks_agree_with_radio_and_stable_pretraining_on_one_matrix(images, dim
     assert lidar(views, delta=1e-8) == pytest.approx(radio_rank(values), rel=5e-5)
 
 
-def test_alignment_and_uniformity_counted_by_hand():
+def test_alignment_and_uniformity_equal_values_computed_by_hand():
     assert uniformity(CROSS).value == pytest.approx(math.log((4 * math.e**-4 + 2 * math.e**-8) / 6))
     assert uniformity(CROSS).value == pytest.approx(-4.396, abs=5e-4)
     assert uniformity(5 * CROSS[:2]).value == pytest.approx(-8)
@@ -175,7 +175,7 @@ def test_constant_or_zero_vectors_have_undefined_estimates():
     assert uniformity(same.double()).value == pytest.approx(0)
 
 
-def test_outliers_counted_by_hand():
+def test_outliers_equal_a_count_by_hand():
     lengths = torch.tensor([[1.0, 1.0, 1.0, 9.0], [1.0, 3.0, 5.0, 5.0], [2.0, 2.0, 2.0, 8.0]])
     patches = torch.stack([lengths, torch.zeros_like(lengths)], -1).view(3, 2, 2, 2)
 
@@ -185,7 +185,7 @@ def test_outliers_counted_by_hand():
     assert outlier_share(patches, 1.4).tolist() == [25, 0, 25]
 
 
-def test_the_cosine_of_tokens_with_patches_counted_by_hand():
+def test_cosines_of_tokens_with_patches_equal_hand_computations():
     patches = torch.tensor([[3.0, 0.0], [0.0, 2.0]]).view(1, 1, 2, 2)
     assert patch_cosine(torch.tensor([[[5.0, 0.0]]]), patches).tolist() == [0.5]
     two = torch.tensor([[[5.0, 0.0], [0.0, -1.0]]])
@@ -203,7 +203,7 @@ def position_r2(fitted, choosing, held_out):
     return regression.fit, torch.cat(regression.r2)
 
 
-def test_tokens_that_encode_their_position_predict_it_and_constant_tokens_do_not():
+def test_only_tokens_that_encode_their_position_predict_it():
     names = torch.eye(6).view(1, 2, 3, 6).expand(4, -1, -1, -1)
     fit, share = position_r2(names, names, names)
     assert (fit.penalty, share.tolist()) == (1e-6, pytest.approx([1] * 4, abs=1e-4))

@@ -54,6 +54,10 @@ def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
     """Compute the average precision as the exact area under the precision-recall curve.
 
     Each correct image adds one trapezoid to the area.
+
+    Args:
+        is_right: Whether each image of the ranking is correct, best match first.
+        num_right: Number of all correct images, including those that the ranking lacks.
     """
     area, found = Fraction(0), 0
     for seen, right in enumerate(is_right, start=1):
@@ -67,7 +71,8 @@ def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
 def precision_by_fractions(is_right: Sequence[bool], k: int) -> Fraction:
     """Compute the exact precision among the first k images of a ranking.
 
-    If all correct images come earlier, the ranking is cut after the last correct image.
+    If all correct images come earlier, the ranking is cut after the last correct image. `is_right`
+    states whether each image of the ranking is correct.
     """
     last = max(place for place, right in enumerate(is_right, start=1) if right)
     return Fraction(sum(is_right[: min(k, last)]), min(k, last))
@@ -95,7 +100,7 @@ def test_scores_equal_exact_fractions_without_ignored_images(hard_only, top):
         assert score.values == pytest.approx([float(one) for one in expected], abs=1e-12)
 
 
-def test_rankings_counted_by_hand():
+def test_scores_of_rankings_equal_a_count_by_hand():
     mean = (1 + (1 / 2 + 2 / 3) / 2 + (2 / 3 + 3 / 4) / 2) / 3
     assert average_precision(np.array([0, 2, 3]), 3) == pytest.approx(mean)
     assert mean == pytest.approx(0.764, abs=5e-4)
@@ -171,7 +176,10 @@ def load_per_image(folder: Path, metric: str = "map") -> list[float]:
 
 
 def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dict[str, float]:
-    """Return the cosine similarity between a query's [CLS] token and that of every other image."""
+    """Return the cosine similarity of the [CLS] tokens of a query and of each other image, by id.
+
+    Images are resized to squares with a side length of `side` pixels.
+    """
     extractor = FeatureExtractor(encoder, layers=[1], facets=["cls_normed"])
     vectors = {}
     for sample in images:
@@ -188,7 +196,8 @@ def plain_scores(
 ) -> list[float]:
     """Compute the average precision of each query (%) in float64, without the code of the probe.
 
-    With `top`, only this number of nearest images is scored.
+    Images are resized to squares with a side length of `side` pixels. With `top`, only this number
+    of nearest images is scored.
     """
     found = []
     for sample in images:
@@ -249,7 +258,7 @@ def test_copies_that_equal_their_originals_are_always_found(toy, encoder, tmp_pa
     assert records["map"].details["by_copy"] == {"crop 1.0": 100}
 
 
-def test_the_value_of_an_image_is_the_mean_over_its_copies(toy, encoder, tmp_path):
+def test_image_values_are_means_over_copies_of_the_image(toy, encoder, tmp_path):
     both = Instances("copies", image_size=32, top=5, jpeg_qualities=[5], crop_areas=[0.2])
     found = {}
     for name, changes in (

@@ -36,7 +36,9 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a block on random tokens. Return a `BlockRecord` with its input, output and parts.
+    """Run a block on the tokens `x`, or on random tokens. Return a `BlockRecord`.
+
+    The record contains the input, the output and the parts of the block.
 
     Query and key weights are multiplied by `sharpness`. This sharpens the attention, so that the
     term E of the Jacobian (the derivative of the attention weights) is large.
@@ -72,6 +74,8 @@ def test_jacobians_agree_with_finite_differences(config):
 
 def kronecker_terms(one):
     """Compute the two terms of the Jacobian of a block's attention, B and E, with loops.
+
+    `one` is the `BlockRecord` of the block, as `block_pass` returns it.
 
     B treats the attention weights as constant, and E contains their derivative. As in the paper,
     matrices are flattened column by column.
@@ -116,7 +120,7 @@ def reorder_by_columns(matrix, tokens, dim):
     return matrix[order][:, order]
 
 
-def test_b_and_e_equal_equation_10_and_add_up_to_the_jacobian():
+def test_b_and_e_equal_equation_10_and_sum_to_jacobians():
     one = block_pass()
     functions = block_functions(one)
     tokens, dim = one.input.shape
@@ -226,7 +230,7 @@ def test_degenerate_matrices_have_no_undefined_bounds():
         assert rank is None or found.effective_rank == pytest.approx(rank)
 
 
-def test_a_norm_without_a_skip_makes_the_block_singular_and_a_skip_does_not():
+def test_blocks_with_a_norm_are_singular_only_without_a_skip():
     bare, whole = block_pass(BARE), block_pass(TINY)
     exact = exact_spectra(bare)["block"]
     assert condition(exact) == math.inf

@@ -23,7 +23,7 @@ def journal(folder, messages=None, *, seed=0, minutes=0.0, is_cache=False):
     return Journal(folder, "work", {"seed": seed}, say=say, minutes=minutes, is_cache=is_cache)
 
 
-def test_only_the_same_header_finds_the_entries_which_are_bitwise_equal(tmp_path):
+def test_only_the_same_header_finds_the_bitwise_equal_entries(tmp_path):
     first = journal(tmp_path)
     assert first.entries == []
     first.append(STATE)
@@ -88,7 +88,7 @@ def test_a_deleted_journal_begins_with_a_header_again(tmp_path):
     assert journal(tmp_path).entries == [{"step": 2}]
 
 
-def test_a_link_in_a_cache_is_replaced_without_touching_its_target(tmp_path):
+def test_links_in_a_cache_are_replaced_without_changing_their_targets(tmp_path):
     target = tmp_path / "elsewhere"
     target.write_text("text of somebody else")
     first = journal(tmp_path, is_cache=True)
@@ -100,7 +100,7 @@ def test_a_link_in_a_cache_is_replaced_without_touching_its_target(tmp_path):
     assert journal(tmp_path, is_cache=True).entries == [{"step": 1}]
 
 
-def test_a_file_in_place_of_the_folder_is_a_machine_error(tmp_path):
+def test_files_in_place_of_folders_are_machine_errors(tmp_path):
     (tmp_path / "inner").write_text("")
     messages = []
     assert journal(tmp_path / "inner", messages).entries == messages == []

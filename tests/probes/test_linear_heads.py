@@ -83,7 +83,9 @@ def train_separately(source, rate, mode, batches, standardization, start, **opti
         (HistogramLoss(), "nearest", 2**20, {"momentum": 0.9}),
     ],
 )
-def test_steps_of_a_bank_equal_separate_training(monkeypatch, loss, mode, piece_bytes, momentum):
+def test_training_heads_together_equals_training_them_separately(
+    monkeypatch, loss, mode, piece_bytes, momentum
+):
     monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
     standardization = make_standardization()
     bank, states = make_bank(standardization), [{}, {}]
@@ -157,7 +159,7 @@ def test_statistics_do_not_depend_on_the_batch_size(size):
         ([2], "last4", [(0, 1, 2)]),
     ],
 )
-def test_a_head_receives_its_own_layer_or_a_group_of_layers(layers, mode, groups):
+def test_heads_receive_their_own_layer_or_a_group_of_layers(layers, mode, groups):
     assert group_layers(layers, mode) == groups
 
 
@@ -167,7 +169,7 @@ def test_the_channels_of_adjacent_layers_are_concatenated():
     assert torch.equal(concatenate_layers(blocks, 2), expected.expand(2, 3, 2, 5, 4))
 
 
-def test_learning_rate_schedules_counted_by_hand():
+def test_learning_rate_schedules_equal_values_computed_by_hand():
     factors = [Schedule().factor(step, 200) for step in range(200)]
     assert factors[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
     assert factors[10] == 1

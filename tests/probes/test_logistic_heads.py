@@ -45,11 +45,13 @@ def train_heads(entries, sources=((0,), (1,)), features=None, classes=CLASSES, *
 
 
 def fit_scikit_learn(x, y, c):
-    """Fit scikit-learn's logistic regression with regularisation `c` to standardised inputs.
+    """Fit scikit-learn's logistic regression to standardised features `x` and labels `y`.
+
+    `c` is the inverse strength of the regularisation. The label 255 is ignored.
 
     Return the model and the function that standardises inputs.
     """
-    # As in the product, constant channels become 0.
+    # As in our implementation, constant channels become 0.
     deviation = x.std(0)
     scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0)
     model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)

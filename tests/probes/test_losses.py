@@ -34,7 +34,10 @@ def make_labels(pixels_per_patch, ignored=0.2):
 
 
 def compute_with_autograd(logits, labels, mode):
-    """Compute the loss and the gradient of each head by autograd, from upsampled logits."""
+    """Compute the loss and the gradient of each head by autograd, from upsampled logits.
+
+    The logits are upsampled to the size of the labels, with the interpolation `mode`.
+    """
     logits = logits.clone().requires_grad_()
     losses = []
     for head in logits:
@@ -143,7 +146,7 @@ def test_normalisers_are_precise_in_float32(side):
         torch.testing.assert_close(gradient.double(), expected_gradient, atol=2e-6 * worst, rtol=0)
 
 
-def test_the_sum_of_a_head_does_not_depend_on_other_heads():
+def test_sums_of_a_head_do_not_depend_on_others():
     logits, counted = random_pieces(8, torch.float32)
     logits[1] *= 1e3
     together = summed_logsumexp(logits, counted)

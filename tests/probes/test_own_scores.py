@@ -104,7 +104,7 @@ def test_the_report_does_not_treat_percentages_as_right_or_wrong(run_probe):
     assert not any("Images right" in page for page in pages)
 
 
-def test_an_interval_that_excludes_its_value_is_dropped_with_a_message(run_probe, capsys):
+def test_intervals_that_exclude_their_value_are_dropped_with_a_message(run_probe, capsys):
     assert len([line for line in run_probe() if "interval" in line]) == 2
     records = ResultStore(Path("results")).records()
     assert {(r.value, r.ci95) for r in records if r.metric == "odd"} == {(50.0, None)}

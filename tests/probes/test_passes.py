@@ -331,7 +331,10 @@ def test_checkpoints_of_the_same_name_do_not_share_features(workdir):
 def run_tokencut(
     out: str, *settings: str, layers: str = "0,1", overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run TokenCut with all of its presets. Return the stored values, logs and figures."""
+    """Run TokenCut with all of its presets. Return the stored values, logs and figures.
+
+    `settings` are config overrides. If `overwrite` is true, existing results are computed again.
+    """
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))
     options = {"layers": layers, "device": torch.device("cpu"), "overwrite": overwrite}
@@ -342,7 +345,7 @@ def run_tokencut(
     return found | {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
-def test_protocols_that_share_a_pass_give_the_results_of_separate_runs(workdir, monkeypatch):
+def test_protocols_that_share_a_pass_equal_separate_runs(workdir, monkeypatch):
     for protocol in ("adaptive", "reference"):
         apart = run_tokencut("apart", f"probe.protocol={protocol}")
     assert len(ResultStore(Path("apart")).records()) == 4

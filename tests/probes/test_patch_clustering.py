@@ -74,7 +74,8 @@ def cluster_pixels(context, layer):
 def best_of_all_matchings(guess, truth, clusters):
     """Return the highest accuracy (%) that an assignment of clusters to classes reaches.
 
-    All assignments are tried. Also return the mean IoU (%) of the best assignment.
+    All assignments are tried. Also return the mean IoU (%) of the best assignment. `guess` and
+    `truth` contain the cluster and the true class of each pixel.
     """
     best = (-1.0, 0.0)
     for names in itertools.permutations(range(clusters), 4):
@@ -108,7 +109,7 @@ def test_scores_equal_those_of_scikit_learn_on_single_pixels(tmp_path):
     }
 
 
-def test_all_metrics_are_computed_in_one_pass_and_have_a_baseline(tmp_path):
+def test_all_metrics_need_one_pass_and_have_a_baseline(tmp_path):
     encoder, probe = tiny_encoder(), clustering(clusters_per_class=[1, 2])
     counter, context = Counter(encoder), probe_context(tmp_path, encoder)
 
@@ -130,7 +131,7 @@ def test_all_metrics_are_computed_in_one_pass_and_have_a_baseline(tmp_path):
         json.dumps(score.details, allow_nan=False)
 
 
-def test_the_seed_selects_the_patches_and_the_start_of_k_means(tmp_path):
+def test_the_seed_selects_patches_and_k_means_initialisations(tmp_path):
     counters, values = [], []
     for seed in (0, 0, 1):
         encoder = tiny_encoder()
@@ -161,7 +162,7 @@ def test_constant_features_are_flagged_and_score_as_the_baseline(tmp_path):
         assert score.value == pytest.approx(score.details["baseline"]["value"])
 
 
-def test_one_class_and_one_image_have_no_agreement_and_no_interval(tmp_path):
+def test_one_class_and_one_image_have_no_agreement_or_interval(tmp_path):
     one = ColourDataset(num_train=1, num_val=1, val_masks={0: 0})
 
     found = scores_of(tmp_path, one)
@@ -213,7 +214,7 @@ def test_the_dataset_determines_what_is_clustered(dataset, overrides, protocol, 
 
 
 @pytest.mark.parametrize("size", [(24, 40), (7, 33), (3, 2)])
-def test_pixels_are_counted_as_if_clusters_had_the_size_of_the_mask(size):
+def test_pixels_are_counted_at_the_size_of_the_mask(size):
     generator = np.random.default_rng(0)
     masks = generator.choice([0, 1, 2, IGNORED], (2, *size)).astype(np.uint8)
     clusters = generator.integers(4, size=(2, 5, 6))

@@ -78,7 +78,7 @@ def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, prot
 
 
 @pytest.mark.parametrize("protocol", ["image", "dataset"])
-def test_a_map_does_not_depend_on_earlier_runs_and_other_blocks(photographs, tmp_path, protocol):
+def test_maps_do_not_depend_on_earlier_runs_and_other_blocks(photographs, tmp_path, protocol):
     commands = {"alone": [(1,)], "after": [(0,), (0, 1, 2), (1,)], "among": [(0, 1, 2)]}
     maps, sheets = [], []
     for place, runs in commands.items():
@@ -125,7 +125,7 @@ def test_colours_can_be_aligned_with_another_checkpoint(photographs, tmp_path):
             probe(photographs, store, **third | unknown)
 
 
-def test_a_constant_block_is_reported_and_does_not_become_the_reference(photographs, tmp_path):
+def test_constant_blocks_are_reported_and_never_become_the_reference(photographs, tmp_path):
     model = vit(skip_mlp=False)
     with torch.no_grad():
         # The output of the last block is its bias for any input.
@@ -173,7 +173,7 @@ def test_a_damaged_or_incomplete_reference_recommends_a_command(tmp_path):
     assert damaged.value.hint == ("--overwrite",)
 
 
-def test_an_svg_sheet_has_text_and_every_image_in_its_place(tmp_path):
+def test_svg_sheets_contain_text_and_every_image_in_place(tmp_path):
     small = np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
     large = np.full((300, 200, 3), 10, np.uint8)
     rows = [[Picture(large, ("a<b",)), Picture(small, ("block 1",))], [Picture(small, ("c",))]]
@@ -279,7 +279,7 @@ def test_constant_features_explain_nothing_and_are_grey():
     assert (colours_of(projection.apply(features)) == 128).all()
 
 
-def test_the_sign_follows_the_longer_tail_in_any_basis_of_the_features():
+def test_the_sign_follows_the_longer_tail_in_any_basis():
     features = anisotropic(ROWS, COLS, 5).pow(2)
     one = make_map(features)
 
@@ -332,7 +332,7 @@ def test_maps_of_several_images_share_a_rotation_at_any_resolution():
     assert not torch.allclose(alone[0], references[0])
 
 
-def test_colours_range_from_the_first_to_the_99th_percentile_of_all_maps():
+def test_colours_range_from_percentile_1_to_99_of_all_maps():
     values = torch.arange(101, dtype=torch.float64)[:, None, None].expand(101, 1, 3)
     # Patches outside the mask are black and do not affect the range.
     outside = torch.full((30, 1, 3), 1000.0, dtype=torch.float64)
@@ -370,7 +370,7 @@ def test_the_foreground_is_the_cluster_away_from_the_border(sign):
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_smaller_cluster_is_the_foreground_if_all_patches_are_on_the_border(sign):
+def test_smaller_clusters_are_foreground_if_all_patches_touch_the_border(sign):
     features = torch.zeros(2, 5, 4)
     features[:, 3:, 1] = sign
 

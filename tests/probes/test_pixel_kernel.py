@@ -71,7 +71,7 @@ def test_the_kernel_compiles_without_spilling_registers(capability, cells, pixel
     assert not {"STL", "LDL"} & {*re.findall(r"[A-Z]+", compiled.asm["sass"])}
 
 
-def test_without_a_compiler_one_line_is_printed_and_the_plain_loss_is_used(monkeypatch, capsys):
+def test_without_a_compiler_a_message_announces_the_plain_loss(monkeypatch, capsys):
     from probes.heads import losses, pixel_kernel
 
     def fail(*_: object) -> None:

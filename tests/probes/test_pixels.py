@@ -88,7 +88,7 @@ def test_labels_do_not_depend_on_the_size_of_pieces(monkeypatch):
     assert torch.equal(predict_pixels(logits, 40, 70), in_pieces)
 
 
-def test_two_threads_give_the_labels_of_one_and_keep_the_thread_count():
+def test_two_threads_give_the_same_labels_and_keep_thread_counts():
     logits = make_logits("noisy", 21).requires_grad_()
     before, found = torch.get_num_threads(), []
     try:

@@ -27,7 +27,10 @@ PATCH = 8
 
 
 def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path:
-    """Write noise images with a bright square, and masks that show parts of the square."""
+    """Write noise images with a bright square, and masks that show parts of the square.
+
+    There is one image for each (height, width) in `sizes`.
+    """
     for folder in ("images/val", "masks/val"):
         (root / folder).mkdir(parents=True)
     for number, size in enumerate(sizes):
@@ -114,7 +117,7 @@ def test_scores_and_baselines_equal_a_computation_in_numpy(workdir, method):
     assert not store.damaged
 
 
-def test_scores_of_an_image_counted_by_hand():
+def test_scores_of_an_image_equal_a_count_by_hand():
     for counts, expected in (
         # Of 100 pixels, 20 are found, 16 true and 10 both. The precision is 1/2, the recall 5/8.
         ([10, 20, 16, 100], (130 * 0.5 * 0.625 / 0.775, 1000 / 26, 84)),

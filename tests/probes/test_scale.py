@@ -66,7 +66,10 @@ class Scaled(nn.Module):
 
 
 def scores(task: str, power: int, folder: str) -> dict[tuple[str, str], float]:
-    """Run a task on the first generated dataset that supports it. Return the scores of block 1."""
+    """Run a task with the encoder `Scaled(power)`. Return the scores of block 1.
+
+    The keys are (facet, metric). The first generated dataset that supports the task is used.
+    """
     encoder = ssl_bench.Encoder.from_module(
         Scaled(power).eval(), patch_size=8, blocks="blocks", norm="norm", image_size=32,
         mean=0.5, std=0.5,
@@ -100,7 +103,7 @@ def test_tokens_times_a_power_of_two_give_the_same_scores(task, power, tmp_path,
 
 
 @pytest.mark.parametrize("power", [-26, 0, 90])
-def test_float16_features_keep_their_precision_and_are_scaled_only_if_necessary(power):
+def test_float16_features_keep_their_precision_and_are_rarely_scaled(power):
     features = torch.randn(3, 2, 2, 8, generator=torch.Generator().manual_seed(0))
     # The largest value is just below a power of two. Half of it would fit into float16 unscaled.
     features[1, 0, 0, 0] = 3.9999
@@ -121,12 +124,12 @@ def test_unit_vectors_equal_those_of_float64_for_any_length():
         expected = vectors.double() / vectors.double().norm(dim=1, keepdim=True)
         assert torch.allclose(unit_vectors(vectors).double(), expected, atol=1e-6)
     assert not unit_vectors(torch.zeros(1, 3)).any()
-    # For ordinary lengths they are bitwise equal to those of torch.
+    # For ordinary lengths, our unit vectors are bitwise equal to torch's.
     vectors = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * 3
     assert torch.equal(unit_vectors(vectors), functional.normalize(vectors, dim=1))
 
 
-def test_cosines_of_tokencut_do_not_depend_on_the_length_of_tokens():
+def test_tokencut_cosines_do_not_depend_on_token_lengths():
     tokens = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32)
     for power in POWERS:
         scaled = cosine_similarities(tokens * np.float32(2.0**power))

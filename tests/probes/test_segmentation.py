@@ -105,7 +105,7 @@ def test_held_out_images_do_not_train_heads(tmp_path):
         assert after.details["miou_by_rate_held_out"] != before.details["miou_by_rate_held_out"]
 
 
-def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
+def test_held_out_rates_are_not_chosen_on_scored_images(tmp_path):
     # With wrong masks, the held-out images select another rate than the scored images.
     context = probe_context(tmp_path, layers=(3,), dataset=relabel_held_out(0.3))
     probe = quick_probe(layers_mode="single", holdout=0.3, learning_rates=[1e-7, 1e-2, 1e3])
@@ -123,7 +123,7 @@ def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
     assert oracle.value == max(scored)
 
 
-def test_a_selected_rate_at_the_edge_of_the_grid_gives_a_warning(tmp_path):
+def test_selected_rates_at_the_edge_of_the_grid_cause_warnings(tmp_path):
     cases = ([1e-6, 1e-2], True), ([1e-2], False), ([1e-7, 1e-2, 1e3], False)
     for rates, is_edge in cases:
         probe = quick_probe(learning_rates=rates, epochs=2)

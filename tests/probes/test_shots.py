@@ -94,7 +94,7 @@ def test_the_interval_is_a_t_interval_over_the_draws():
         assert next(average_over_draws(scores_by_draw(*right), 1)).ci95 is None
 
 
-def test_the_vote_of_shots_equals_that_of_a_dataset_with_these_images(root):
+def test_votes_of_shots_equal_votes_of_the_smaller_dataset(root):
     seed = 3
     probe = KNN(shots=[3, 1], draws=2, neighbours=[2, 10], facet=["cls", "patch_mean"])
     found = scores(probe, ClassFolders(root), seed=seed)
@@ -113,7 +113,7 @@ def test_the_vote_of_shots_equals_that_of_a_dataset_with_these_images(root):
             assert score.value == pytest.approx(np.mean(score.details["value_by_draw"]))
 
 
-def test_heads_of_shots_equal_those_of_a_dataset_with_these_images(root):
+def test_heads_of_shots_equal_heads_of_the_smaller_dataset(root):
     quick = {"training": "sgd", "learning_rates": [1e-3, 1.0], "epochs": 3, "crop_share": 1.0}
     probe = classification(**quick, shots=[1, 2], draws=2, facet="patch_mean")
     found = scores(probe, ClassFolders(root))
@@ -194,7 +194,7 @@ def test_the_command_line_accepts_shots(workdir):
     assert all(math.isnan(r.value) for r in first if "top5" in r.metric)
 
 
-def test_a_sample_of_the_training_images_is_drawn_with_the_seed(root):
+def test_samples_of_the_training_images_depend_on_the_seed(root):
     images = ClassFolders(root).train()
     one, same, other = (
         TrainingSplit.draw(images, max_images=10, holdout=0.2, seed=seed) for seed in (0, 0, 1)

@@ -19,7 +19,7 @@ from ssl_bench.intervals import interval_contains
 from tests.support.matrices import condition, normal, rank
 
 
-def test_condition_numbers_and_effective_ranks_counted_by_hand():
+def test_condition_numbers_and_effective_ranks_equal_hand_computations():
     for matrix, number, effective in (
         # A^T A = [[25, 20], [20, 25]]: singular values sqrt(45) and sqrt(5), shares 3/4 and 1/4.
         ([[3.0, 0.0], [4.0, 5.0]], 3, 4 / 3**0.75),
@@ -54,7 +54,7 @@ def test_the_threshold_of_a_singular_matrix_grows_with_its_size():
         assert float(condition_number(values, size)) == pytest.approx(number)
 
 
-def test_mean_cosine_counted_by_hand():
+def test_mean_cosine_equals_a_computation_by_hand():
     tokens = torch.tensor([[2.0, 0.0], [0.0, 5.0], [3.0, 3.0]])
     assert mean_cosine(tokens) == pytest.approx(2 * 0.5**0.5 / 3)
     assert mean_cosine(torch.full((4, 3), 2.0)) == pytest.approx(1)
@@ -62,7 +62,7 @@ def test_mean_cosine_counted_by_hand():
     assert math.isnan(mean_cosine(torch.ones(1, 3)))
 
 
-def test_the_median_and_its_interval_counted_by_hand():
+def test_the_median_and_its_interval_equal_hand_computations():
     numbers = np.array([[1.0, 2.0], [3.0, np.inf], [4.0, 5.0]])
     assert median_with_ci95(numbers) == (3.5, (1.5, math.inf))
     assert median_with_ci95(np.full((2, 1), np.inf)) == (math.inf, (math.inf, math.inf))
@@ -88,7 +88,7 @@ def test_cka_equals_that_of_centred_gram_matrices():
     assert 0.1 < linear_cka(x, y) < 0.99
 
 
-def test_cka_of_equal_tokens_is_1_and_of_constant_tokens_undefined():
+def test_cka_is_1_for_equal_and_undefined_for_constant_tokens():
     x, constant = normal(2, 5, 3), torch.full((2, 5, 3), 0.1)
     assert linear_cka(x, x) == pytest.approx(1)
     assert math.isnan(linear_cka(constant, x))
@@ -107,7 +107,7 @@ def test_the_interval_of_cka_is_the_jackknife_of_its_logit():
 
 
 @pytest.mark.parametrize(("dim", "has_any"), [(64, False), (16, True)])
-def test_cka_of_too_few_tokens_has_no_interval_instead_of_a_wrong_one(dim, has_any):
+def test_cka_of_too_few_tokens_has_no_interval(dim, has_any):
     def draw(images, seed):
         x, noise = (
             normal(images, 16, dim, seed=s) + normal(images, 1, dim, seed=s + 1)

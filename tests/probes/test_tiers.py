@@ -39,7 +39,7 @@ from tests.support.colours import (
         {"layers_mode": "multi", "norm": "final", "loss": "histogram", "epochs": 2},
     ],
 )
-def test_the_three_tiers_give_bitwise_equal_scores(tmp_path, changes):
+def test_all_kinds_of_feature_storage_give_bitwise_equal_scores(tmp_path, changes):
     def scores(tier):
         probe = quick_probe(**changes, tier=tier, cache=str(tmp_path))
         return list(probe.run(probe_context(tmp_path)))
@@ -147,9 +147,7 @@ def test_free_memory_is_the_smallest_remainder_of_all_cgroups(tmp_path, monkeypa
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
 @pytest.mark.parametrize("name", ["EOPNOTSUPP", "ENOSYS", "EINVAL", "ENOSPC"])
-def test_a_full_disk_is_an_error_but_a_disk_that_cannot_reserve_space_is_used(
-    tmp_path, monkeypatch, name
-):
+def test_disks_must_have_space_but_need_not_reserve_it(tmp_path, monkeypatch, name):
     def refuse(descriptor, start, size):
         assert (start, size) == (0, 3 * 5 * 2)
         raise OSError(getattr(errno, name), "refused")
@@ -230,7 +228,7 @@ def test_scored_images_that_were_counted_are_not_encoded_again(tmp_path):
     assert not list((tmp_path / "heads").iterdir())
 
 
-def test_a_stream_encodes_images_once_an_epoch_and_reuses_finished_heads(tmp_path):
+def test_streaming_encodes_images_once_per_epoch_and_reuses_finished_heads(tmp_path):
     encoder = tiny_encoder()
     counter = Counter(encoder)
     probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=3, keep_minutes=0.0)
@@ -269,7 +267,7 @@ def test_training_beyond_memory_holds_a_few_batches_of_features(tmp_path, tier):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tier", ["memory", "disk", "stream"])
-def test_a_gpu_gives_the_scores_of_the_cpu_from_every_tier(tmp_path, tier):
+def test_gpu_and_cpu_scores_agree_for_every_feature_storage(tmp_path, tier):
     probe = quick_probe(tier=tier, cache=str(tmp_path))
     context = probe_context(tmp_path)
     on_cpu = score_values(probe.run(context))

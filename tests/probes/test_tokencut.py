@@ -168,7 +168,10 @@ def test_a_resumed_run_reads_only_images_without_results(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
 
     def run(layers=(0, 2), seed=0, damaged="", stamp="f00d", **options):
-        """Run TokenCut. Return its scores and the sorted ids of the images that it has read."""
+        """Run TokenCut on `Pictures`. Return its scores and the sorted ids of the images it reads.
+
+        The image with the id `damaged` cannot be read. `stamp` is the dataset's fingerprint.
+        """
         pictures = Pictures(boxes, damaged, stamp)
         probe_context = context(tmp_path, pictures, layers, tiny_encoder(seed))
         return list(TokenCut(panels=0, **options).run(probe_context)), sorted(pictures.read)
@@ -196,7 +199,7 @@ def test_a_resumed_run_reads_only_images_without_results(tmp_path):
     assert len(list(tmp_path.glob("*/images_*.jsonl"))) == 3
 
 
-def test_data_without_boxes_and_folders_that_cannot_be_written_are_refused(tmp_path):
+def test_data_without_boxes_and_unwritable_folders_are_refused(tmp_path):
     with pytest.raises(DataError) as raised:
         list(TokenCut().run(context(tmp_path, Pictures({"a": [], "b": []}))))
 
@@ -234,7 +237,7 @@ def test_images_without_ground_truth_give_masks_figures_and_degenerate_graphs(tm
     assert (folder / "block02_key.png").exists()
 
 
-def test_breakdowns_and_shares_of_images_counted_by_hand():
+def test_breakdowns_and_image_shares_equal_a_count_by_hand():
     sizes, counts = [5.0, 20.0, 60.0, 30.0, 0.0], [1, 2, 7, 3, 0]
     hits, degenerate = [True, False, True, True, False], [True, False, False, False, True]
     ties = [False, True, False, False, False]
@@ -318,7 +321,7 @@ def test_images_of_one_shape_are_encoded_in_batches(tmp_path, mask_padding, shap
             assert (cell["hit"], cell["degenerate"]) == (False, expected.degenerate)
 
 
-def test_if_too_many_pixels_wait_the_largest_group_is_encoded_first():
+def test_the_largest_group_is_encoded_if_too_many_pixels_wait():
     samples = [
         Sample(name, np.zeros((5, 2, 3) if name in "be" else (2, 5, 3), np.uint8))
         for name in "abcdef"
@@ -337,7 +340,7 @@ def test_if_too_many_pixels_wait_the_largest_group_is_encoded_first():
     assert names(9, 59) == ["acdf", "be"]
 
 
-def test_a_deleted_contact_sheet_is_drawn_again_without_a_forward_pass(tmp_path):
+def test_deleted_contact_sheets_are_drawn_again_without_a_forward_pass(tmp_path):
     encoder, passes = tiny_encoder(), []
     encoder.module.register_forward_pre_hook(lambda *_: passes.append(1))
     sheets = []
@@ -438,7 +441,7 @@ def test_tiles_show_boxes_and_masks_where_they_are(tmp_path):
     assert min(inner) > 250 > 150 > bright[62:84, 95:112].mean()
 
 
-def test_the_figure_of_an_image_shows_boxes_masks_and_the_eigenvector():
+def test_image_figures_show_boxes_masks_and_the_eigenvector():
     # The tiles have the size of the image, so that nothing is resized but the eigenvector.
     grid = PatchGrid(144, 144, 16)
     masks = np.zeros((2, 9, 9), bool)
@@ -490,7 +493,7 @@ def test_a_tile_outlines_the_true_object_without_ignored_pixels(tmp_path):
     assert len(rows) == pytest.approx(4 * 2 * 57, rel=0.05)
 
 
-def test_long_titles_are_shortened_in_the_middle_and_wide_images_fit():
+def test_long_titles_are_shortened_centrally_and_wide_images_fit():
     wide = draw_tile(np.zeros((10, 4000, 3), np.uint8), "first" + 100 * "x" + "last")
     tall = draw_tile(np.zeros((4000, 10, 3), np.uint8), "block 3")
 

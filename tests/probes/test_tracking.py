@@ -95,7 +95,10 @@ def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndar
 
 
 def resize_nearest(numbers: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resize a mask with Pillow, as the official code does. Other libraries round differently."""
+    """Resize a mask to `size` (height, width) with Pillow, as the official code does.
+
+    Other libraries round differently.
+    """
     return np.array(Image.fromarray(numbers).resize(size[::-1], Image.Resampling.NEAREST))
 
 
@@ -135,7 +138,7 @@ def test_labels_equal_those_of_the_full_affinity(changes):
             np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
-def test_all_patches_in_the_window_count_if_all_are_equally_similar():
+def test_all_patches_in_the_window_count_if_equally_similar():
     features = [np.ones((6, 30, 4))] * 3
     first = np.zeros((6, 30, 2))
     first[..., 0] = 1
@@ -222,7 +225,7 @@ def test_contours_of_random_masks_equal_a_comparison_of_all_pixels():
         assert accuracy == pytest.approx(plain_contour_accuracy(found, true))
 
 
-def test_an_empty_mask_is_correct_only_if_the_true_mask_is_empty():
+def test_empty_masks_are_correct_only_for_empty_true_masks():
     empty, full = Outline.from_mask(square(900)), Outline.from_mask(square(300))
     for found, true, expected in ((empty, empty, 1), (empty, full, 0), (full, empty, 0)):
         assert region_similarity(found.mask, true.mask) == expected
@@ -384,7 +387,7 @@ def video_results(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
     ]
 
 
-def test_scores_are_means_over_objects_with_the_first_mask_as_baseline():
+def test_scores_are_object_means_with_the_first_mask_as_baseline():
     results = video_results(([80.0, 60.0], 2.0), ([40.0], 0.5))
     baseline = video_results(([30.0, 0.0], 1), ([30.0], 1))
 
@@ -426,7 +429,7 @@ def one_object(number: int = 1) -> np.ndarray:
     return mask
 
 
-def test_videos_with_only_a_first_mask_get_masks_and_no_scores(tmp_path):
+def test_videos_with_only_a_first_mask_get_masks_without_scores(tmp_path):
     write_video(tmp_path / "videos/cup", [one_object(3), None, None, None])
     dataset = FrameFolders(tmp_path / "videos")
     probe = Tracking(image_size=32).adapt_to_images(dataset, ())
@@ -473,7 +476,7 @@ def test_drawn_frames_include_both_ends():
     assert choose_frames(100, 40)[-1] == 99
 
 
-def test_an_overlay_has_the_colour_of_the_object_and_a_white_outline():
+def test_overlays_have_the_object_colour_and_a_white_outline():
     image = np.full((40, 60, 3), 100, np.uint8)
     predicted, true = np.zeros((2, 40, 60), np.uint8)
     predicted[10:20, 10:20], true[10:20, 30:40] = 1, 255

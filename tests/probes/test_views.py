@@ -48,7 +48,7 @@ def test_squashing_averages_pixels_and_does_not_mirror():
     torch.testing.assert_close(view[1, :, 1:7], torch.full((8, 6), 25 / 255), atol=0.02, rtol=0)
 
 
-def test_the_second_view_of_a_whole_image_is_its_mirror_image():
+def test_second_views_of_whole_images_are_mirror_images():
     plain, mirror = (WholeImage(2).view(make_scene(), number, 16) for number in (0, 1))
     torch.testing.assert_close(mirror[0], plain[0].flip(-1))
     assert torch.equal(mirror[1], plain[1].flip(-1))
@@ -106,7 +106,7 @@ def test_crops_of_long_images_are_central(scene, shape):
 
 
 @pytest.mark.parametrize(("width", "starts"), [(32, [0]), (53, [0, 21]), (60, [0, 21, 28])])
-def test_windows_cover_the_image_and_the_last_one_ends_with_it(width, starts):
+def test_windows_cover_the_image_and_end_at_its_edge(width, starts):
     scene = make_scene(64, 2 * width)
     image = SlidingWindows().prepare(scene, 32, GRAY)
     assert image.size == (32, width)
@@ -122,7 +122,7 @@ def test_windows_cover_the_image_and_the_last_one_ends_with_it(width, starts):
     torch.testing.assert_close(below, torch.tensor(mean).view(3, 1, 1).expand_as(below))
 
 
-def test_every_pixel_gets_the_class_of_the_patch_at_its_center():
+def test_every_pixel_gets_the_class_of_its_patch():
     image = ByPatch(5).prepare(make_scene(), 16)
     logits = torch.zeros(1, 1, 2, 2, 3)
     for number, (row, col) in enumerate([(0, 1), (1, 0)], 1):
@@ -143,7 +143,7 @@ def test_overlapping_windows_are_averaged():
     assert (predicted[:, 35:] == 0).all()
 
 
-def test_entries_of_counts_are_ignored_unless_they_are_the_next_images():
+def test_count_entries_are_ignored_unless_they_are_the_next_images():
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(0, 3, (5, 2, 3, 3, 4), generator=generator)
     counts[:, :, :, 2] = counts[:, :1, :1, 2]

@@ -178,7 +178,7 @@ def test_the_provenance_of_each_record_has_its_own_rounded_values(tmp_path):
     assert last["95 % interval"] == [0.000123457, "inf"]
 
 
-def test_only_the_style_sheet_contains_the_colours_and_dashes_of_encoders(tmp_path):
+def test_only_the_style_sheet_defines_encoder_colours_and_dashes(tmp_path):
     report = write_report(tmp_path, cell())
 
     style, script = ((report / name).read_text() for name in ("style.css", "report.js"))
@@ -195,7 +195,7 @@ def test_the_provenance_of_a_number_names_its_record(evil_report, tmp_path):
 
     assert (evil_report.parent / first["record"]).is_file()
     assert first["settings"] == {EVIL: EVIL}
-    # The IoU of the first class is 6 / 12 pixels, and that of the second class 4 / 10.
+    # The IoU is 6 / 12 for the first class and 4 / 10 for the second class.
     assert (first["value"], first["unit"], first["95 % interval"]) == (45, "%", [40, 50.5])
     assert {attrs["data-r"] for _, attrs in index.elements if "data-r" in attrs} == {
         "0",
@@ -357,7 +357,7 @@ def test_a_report_is_not_replaced_if_someone_added_files(tmp_path):
     assert sorted(path.name for path in report.iterdir()) == [REPORT_MARK, "index.html"]
 
 
-def test_files_that_appear_while_a_report_is_written_are_not_replaced(tmp_path):
+def test_files_that_appear_during_report_writing_are_not_replaced(tmp_path):
     thesis = tmp_path / "report/thesis.txt"
 
     def write_both() -> None:

@@ -143,7 +143,7 @@ def test_the_keyboard_opens_the_provenance_of_a_number(browser, report):
     assert browser.switch_to.active_element == number
 
 
-def test_the_slider_and_the_choice_of_an_image_change_both_sides(browser, report):
+def test_the_slider_and_the_image_choice_change_both_sides(browser, report):
     open_page(browser, report, "compare-*.html")
     slider, image = find(browser, ".viewer input"), find(browser, ".viewer select")
 
@@ -228,7 +228,7 @@ def test_pages_open_from_disk_and_axe_finds_nothing_serious(
 
 
 @pytest.mark.parametrize("width", [PHONE, DESK])
-def test_the_page_of_a_checkpoint_fits_its_width_and_enlarges_pictures(browser, report, width):
+def test_checkpoint_pages_fit_their_width_and_enlarge_figures(browser, report, width):
     browser.set_window_size(1280, 900)
     open_page(browser, report, "checkpoint-*.html", width=width)
 
@@ -306,7 +306,7 @@ def test_curves_of_a_block_or_a_run_can_be_hidden(browser, over_epochs, page, cu
     assert browser.get_log("browser") == []
 
 
-def test_a_pressed_name_is_highlighted_in_all_charts_of_the_overview(browser, report):
+def test_clicked_names_are_highlighted_in_all_charts_of_the_overview(browser, report):
     open_page(browser, report, "index.html", width=PHONE)
     name = find(browser, "#overview button[data-m='1']")
     other, own = (find(browser, f"#overview g[data-m='{number}']") for number in (0, 1))

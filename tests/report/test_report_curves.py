@@ -20,7 +20,7 @@ from ssl_bench.tables.styles import choose_styles
 from tests.support.report_cells import cell, curve, plain, skipless
 
 
-def test_values_without_a_unit_have_no_best_block_and_show_interval_ends():
+def test_unitless_values_have_no_best_block_but_interval_ends():
     records = [
         plain(value=12345.0, ci95=(9e3, math.inf), layer=0),
         plain(value=math.inf, ci95=None, layer=1),
@@ -88,7 +88,7 @@ def test_no_two_of_many_checkpoints_look_the_same():
         assert len({getattr(checkpoint, field) for checkpoint in checkpoints}) == 22
 
 
-def test_labels_take_space_from_the_drawing_and_many_curves_have_none():
+def test_labels_take_drawing_space_and_many_curves_have_none():
     def draw(count):
         return draw_chart([replace(curve(1.0, 2.0), label="skipless") for _ in range(count)])
 
@@ -145,7 +145,7 @@ def test_labels_of_ticks_are_short(low, high, labels):
     assert [tick.label for tick in draw_chart([curve(low, high)]).y_ticks] == labels
 
 
-def test_a_curve_fills_the_drawing_and_a_missing_value_interrupts_it():
+def test_curves_fill_the_drawing_and_missing_values_interrupt_them():
     # A published value far away from the curve does not change its scale.
     values = curve(0.0, 10.0, math.nan, 5.0)
     published = [("near", 7.0), ("far", 70.0), ("negative", -1.0), ("edge", 10.0)]
@@ -164,7 +164,7 @@ def test_a_curve_fills_the_drawing_and_a_missing_value_interrupts_it():
     assert (chart.zero, chart.y_label) == (None, "%")
 
 
-def test_zero_is_marked_inside_the_axis_and_small_charts_have_no_label():
+def test_zero_is_marked_and_small_charts_have_no_axis_label():
     values = replace(curve(-5.0, math.nan, 5.0, 0.0), has_marks=False)
     chart = draw_chart([values], size=SMALL, y_label="difference")
 
@@ -183,7 +183,7 @@ def test_a_band_shows_the_intervals():
         assert chart.curves[0].band == f"M{left} 10L{right} 10L{right} 206L{left} 206Z"
 
 
-def test_values_without_a_unit_that_span_magnitudes_have_a_logarithmic_axis():
+def test_unitless_values_that_span_magnitudes_have_logarithmic_axes():
     chart = draw_chart([curve(1.0, 10.0, math.inf, 1000.0)], unit="")
 
     (drawn,) = chart.curves

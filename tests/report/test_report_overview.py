@@ -193,7 +193,7 @@ def test_the_leaderboard_names_a_baseline_that_is_not_significantly_exceeded(tmp
     assert "significantly above" not in page
 
 
-def test_the_leaderboard_names_the_settings_that_do_not_exceed_a_baseline():
+def test_the_leaderboard_names_settings_that_do_not_exceed_baselines():
     details = Baseline("centre box", 55.0).as_details()
     low = replace(cell(protocol="reference", value=40.0, ci95=(30.0, 50.0)), details=details)
     high = replace(cell(protocol="adaptive", value=60.0, ci95=(58.0, 62.0)), details=details)
@@ -236,7 +236,7 @@ def index_page(root: Path, *records: Record):
     return build_index_page(build_report(ResultStore(root), records, []))
 
 
-def test_sentences_and_strips_begin_with_the_best_checkpoint_whose_curve_is_on_top(tmp_path):
+def test_the_best_checkpoint_comes_first_and_is_drawn_on_top(tmp_path):
     records = [cell(value=40.0), skipless(value=60.0), cell(**SEGMENTATION), plain()]
     for record in records[:2]:
         save_pictures(tmp_path, f"tokencut/toy/{folder_of(record)}/reference/block03_key/dog")
@@ -267,7 +267,7 @@ def test_signs_are_explained_only_for_scores_of_the_leaderboard(tmp_path, is_hea
     assert not page["has_degenerate"]
 
 
-def test_the_settings_of_a_headline_are_shown_if_there_are_several(tmp_path):
+def test_headlines_show_their_settings_if_there_are_several(tmp_path):
     smaller = {"settings": {"longer_side": 144}, "changed": {"longer_side": 144}}
     several = [cell(**smaller), skipless(**smaller), cell(), cell(dataset="voc")]
     other = [cell(checkpoint_sha256="f" * 64, model="dinov2"), cell(**smaller, dataset="voc")]
@@ -338,7 +338,7 @@ def test_the_leaderboard_marks_the_best_and_those_not_significantly_lower(tmp_pa
     assert (list_best(single), list_indistinguishable(store, single)) == (set(), set())
 
 
-def test_overlapping_intervals_are_tied_if_there_are_no_per_image_values(tmp_path):
+def test_overlapping_intervals_are_tied_without_per_image_values(tmp_path):
     intervals = {"a": (70.0, 90.0), "b": (60.0, 75.0), "c": (30.0, 50.0)}
     (panel,) = panels(
         *(
@@ -352,7 +352,7 @@ def test_overlapping_intervals_are_tied_if_there_are_no_per_image_values(tmp_pat
     assert [checkpoint.name for checkpoint in tied] == ["b"]
 
 
-def test_checkpoints_are_sorted_by_mean_rank_and_only_the_best_have_colours(tmp_path):
+def test_checkpoints_are_sorted_by_mean_rank_and_the_best_coloured(tmp_path):
     count = len(PALETTE) + 2
     records = [
         cell(model=f"run{n:02}", checkpoint_sha256=f"{n:064x}", value=50.0 + n, dataset=dataset)
@@ -414,7 +414,7 @@ def strips(root, checkpoints, galleries, headline=(), hits=None):
     return select_strips(files, checkpoints, galleries, headline, hits or {})
 
 
-def test_a_strip_shows_an_image_that_all_checkpoints_have(tmp_path):
+def test_figure_rows_show_an_image_that_all_checkpoints_have(tmp_path):
     first, second, third = list_checkpoints([cell(), skipless(), cell(checkpoint_sha256="e" * 64)])
     galleries = {
         first.encoder_id: [gallery([None], "all"), gallery(range(12), "cat", "dog")],
@@ -432,7 +432,7 @@ def test_a_strip_shows_an_image_that_all_checkpoints_have(tmp_path):
     assert shown[0].pictures[-1].size[:2] == (4, 3)
 
 
-def test_a_strip_starts_at_the_best_block_of_the_photograph_with_most_hits(tmp_path):
+def test_figure_rows_start_with_the_best_block_and_photograph(tmp_path):
     records = [cell(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
     (checkpoint,) = list_checkpoints(records)
     pair = [gallery(range(3), "cat", "dog", task=task) for task in ("tokencut", "pca")]
@@ -459,7 +459,7 @@ PHOTOGRAPH, MAP = (4, 22, 192, 144), (200, 22, 192, 144)
         ("knn", [("block 3", None)]),
     ],
 )
-def test_a_strip_shows_the_parts_of_a_sheet_that_matter(tmp_path, task, parts):
+def test_figure_rows_show_the_relevant_parts_of_a_sheet(tmp_path, task, parts):
     (checkpoint,) = list_checkpoints([cell()])
     path = tmp_path / f"pictures/{task}/block3/dog.png"
     photograph, patches = np.zeros((150, 200, 3), np.uint8), np.zeros((3, 4, 3), np.uint8)
@@ -474,7 +474,7 @@ def test_a_strip_shows_the_parts_of_a_sheet_that_matter(tmp_path, task, parts):
     assert strip.pictures[-1].alt == f"skip, {task} on toy, protocol image, block 3, image dog"
 
 
-def test_a_viewer_lists_the_pictures_of_both_checkpoints_and_starts_at_the_last_block(tmp_path):
+def test_viewers_list_both_checkpoints_and_start_at_the_last_block(tmp_path):
     first, other = gallery([0, 3], "a#b", "cat"), gallery([None], "all", task="tokencut")
     second = replace(first, prefixes={n: f"pictures/other/block{n}/" for n in (0, 3)})
     for one in (first, second, other):
@@ -505,11 +505,14 @@ def test_a_viewer_lists_the_pictures_of_both_checkpoints_and_starts_at_the_last_
     }
 
 
-def test_strips_prefer_datasets_with_more_checkpoints_and_blocks(tmp_path):
+def test_figure_rows_prefer_datasets_with_more_checkpoints_and_blocks(tmp_path):
     first, second = list_checkpoints([cell(), skipless()])
 
     def describe_strips(own: list[Gallery], *others: Gallery) -> list[tuple[str, ...]]:
-        """Return the task, dataset and checkpoint of each row of figures on the overview page."""
+        """Return the task, dataset and checkpoint of each row of figures on the overview page.
+
+        `own` has the figures of the first checkpoint, and `others` the figures of the second.
+        """
         galleries = {first.encoder_id: own, second.encoder_id: list(others)}
         return [
             (strip.title.split()[0], strip.title.split()[2], strip.checkpoint.name)

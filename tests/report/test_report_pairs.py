@@ -54,7 +54,7 @@ def test_a_pair_shows_the_pictures_that_both_checkpoints_have(tmp_path):
 
 
 @pytest.mark.parametrize("ids", [("dog", "cat", "cow", "sky"), None])
-def test_images_are_listed_from_the_largest_gain_to_the_largest_loss(tmp_path, ids):
+def test_images_are_listed_from_largest_gain_to_largest_loss(tmp_path, ids):
     store, same = ResultStore(tmp_path), {"task": "segmentation", "metric": "miou_holdout"}
     good = [[3, 3], [4, 4], [4, 4]]
     save(store, cell(**same), counts(HALF, PERFECT, WRONG, good))
@@ -141,7 +141,7 @@ def test_the_page_warns_if_the_results_come_from_different_code(tmp_path, commit
     assert any("2222222222" in warning for warning in warnings) == (commit != "1" * 40)
 
 
-def test_a_metric_without_a_best_block_has_no_summary_and_no_counts(tmp_path):
+def test_metrics_without_a_best_block_have_no_summary_or_counts(tmp_path):
     store = ResultStore(tmp_path)
     for make in (cell, skipless):
         for layer in (0, 1):

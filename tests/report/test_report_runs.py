@@ -53,7 +53,7 @@ def report(pretrained_runs, tmp_path_factory) -> Path:
     return root / "report"
 
 
-def test_each_measure_of_real_runs_has_a_panel_with_a_curve_per_run(report, pretrained_runs):
+def test_each_measure_has_a_panel_with_a_curve_per_run(report, pretrained_runs):
     text = (report / "runs.html").read_text()
 
     cards = re.findall(r'<article class="card" id="metric-(\w+)".*?</article>', text, re.DOTALL)
@@ -161,7 +161,7 @@ def test_axes_name_the_measure_and_its_unit(tmp_path):
     assert labels == {"loss": "loss", "knn_top1": "knn_top1 (%)"}
 
 
-def test_the_axis_of_a_constant_learning_rate_is_close_to_its_value(tmp_path):
+def test_axes_of_constant_learning_rates_are_close_to_their_value(tmp_path):
     write_log(tmp_path / "run", [{"step": step, "loss": 1.0, "lr": 3e-4} for step in (1, 2)])
 
     (lr,) = [panel for panel in draw_logs(tmp_path).panels if panel.measure == "lr"]

@@ -57,9 +57,7 @@ def extract_numbers(text: str) -> str:
         ((10,), "50.0 0", None),
     ],
 )
-def test_other_blocks_are_compared_with_the_best_on_the_same_images(
-    store, counts, expected, is_significant
-):
+def test_blocks_are_compared_with_the_best_on_equal_images(store, counts, expected, is_significant):
     for layer, number in enumerate(counts):
         save(store, cell(layer=layer), hits(number))
 
@@ -79,7 +77,7 @@ def test_intervals_are_compared_if_there_are_no_per_image_values(store):
     assert extract_numbers(text) == "2 7.0 1 2"
 
 
-def test_a_block_that_is_better_with_the_compared_seed_is_not_called_lower(store):
+def test_better_blocks_for_the_compared_seed_are_not_called_lower(store):
     # Block 1 has the best mean over both seeds. Only seed 0 is compared, where block 0 is better.
     for seed, counts in enumerate(((16, 5), (1, 20))):
         for layer, number in enumerate(counts):

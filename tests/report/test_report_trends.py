@@ -25,6 +25,7 @@ def make_record(run: str, epoch: float, layer: int, value: float, **changes) -> 
     """Return a record about the encoder of a training run after a given epoch.
 
     The encoder's name is `RUN@EPOCH`, except after the last epoch (300), when it is `RUN`.
+    `changes` replaces further fields of the record.
     """
     model = run if epoch == 300 else f"{run}@{epoch:g}"
     sha, ends = "acde"[ENCODERS.index((run, epoch))] * 64, (value - 5, value + 5)
@@ -138,7 +139,7 @@ def test_the_overview_links_the_page_and_shows_every_encoder(report):
     assert len(list(report.glob("checkpoint-*.html"))) == 3
 
 
-def test_two_runs_with_the_same_name_are_reported_and_not_drawn(tmp_path):
+def test_runs_with_the_same_name_are_reported_and_not_drawn(tmp_path):
     report = write_report(tmp_path, *TREND, replace(TREND[0], checkpoint_sha256="f" * 64))
 
     page = (report / "epochs.html").read_text()
@@ -148,7 +149,7 @@ def test_two_runs_with_the_same_name_are_reported_and_not_drawn(tmp_path):
     assert "data-group" not in page
 
 
-def test_a_run_that_cannot_be_drawn_does_not_hide_later_runs():
+def test_runs_that_cannot_be_drawn_do_not_hide_later_runs():
     later = [make_record("skipless", 100.0, 0, 70.0), replace(SINGLE, model="skipless", value=86.0)]
     twin = replace(TREND[0], checkpoint_sha256="f" * 64)
 
@@ -178,7 +179,7 @@ def test_the_highest_of_many_runs_are_drawn():
 # Corrupted images.
 
 
-def test_one_metric_per_task_is_drawn_and_starts_with_the_clean_score():
+def test_one_metric_per_task_is_drawn_from_the_clean_score():
     other = [replace(record, metric="top1_k20") for record in CORRUPTED]
 
     ((_, chart),) = draw_severities(CORRUPTED)
@@ -197,7 +198,7 @@ def test_without_corrupted_images_or_two_epochs_there_is_no_page(tmp_path):
         assert page not in (report / "index.html").read_text()
 
 
-def test_the_page_of_severities_is_linked_once_and_names_are_escaped(tmp_path):
+def test_the_severity_page_is_linked_once_and_escapes_names(tmp_path):
     report = write_report(tmp_path, *(replace(record, model=EVIL) for record in CORRUPTED))
 
     index = Elements((report / "index.html").read_text())

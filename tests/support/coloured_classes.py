@@ -62,7 +62,7 @@ def class_context(
 
 
 def scored(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
-    """Run a probe. Return its scores in a dictionary with keys (layer, facet, metric).
+    """Run a probe, with the options `changes`. Return its scores by (layer, facet, metric).
 
     A facet is a kind of feature, such as the [CLS] token. Also check that the probe's method
     `cells` lists exactly these keys.

@@ -34,8 +34,8 @@ class Colours:
 
     Attributes:
         first: Number that shifts the classes of the left halves.
-        masks: Class that replaces all classes in an image's mask, by the index of the image.
-        stamp: Text that is added to the fingerprint, which identifies the set.
+        masks: For some images, a class that replaces all classes in the mask, by image index.
+        stamp: Text that is added to the fingerprint (the hash that identifies the image set).
     """
 
     split: str

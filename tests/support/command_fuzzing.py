@@ -170,7 +170,7 @@ class Draw:
         )  # fmt: skip
 
     def flag(self, action: argparse.Action) -> list[str]:
-        """Return a flag with random values, or random values of a positional argument."""
+        """Return random values of the parser's argument `action`, preceded by its flag if any."""
         flag = list(action.option_strings[:1])
         if action.nargs == 0:
             return flag

@@ -115,6 +115,13 @@ def paired_folders(
     """Create image and mask files with the given names in each split.
 
     The images all differ, but the masks are all the same.
+
+    Args:
+        root: Folder of the dataset.
+        names: Names of the images of each split.
+        images: Folder of the images.
+        masks: Folder of the masks.
+        content: Bytes of each mask file, or None for a valid PNG.
     """
     content = content or encoded("PNG", Image.fromarray(mask()))
     numbers = count()
@@ -181,7 +188,10 @@ LFS_POINTER = (
 
 
 def spoil(path: Path, how: str) -> None:
-    """Damage a file: truncate it, or replace it with a web page or a Git LFS pointer."""
+    """Damage a file: truncate it, or replace it with a web page or a Git LFS pointer.
+
+    `how` is "empty", "half", "last2" (without the last two bytes), "html" or "lfs".
+    """
     content = path.read_bytes()
     lengths = {"empty": 0, "half": len(content) // 2, "last2": -2}
     substitutes = {"html": b"<html><body>404 Not Found</body></html>", "lfs": LFS_POINTER}
@@ -191,7 +201,10 @@ def spoil(path: Path, how: str) -> None:
 def probing(
     task: str, dataset: str, root: Path, *more: str, checkpoint: str | Path = "encoder.safetensors"
 ) -> list[str]:
-    """Return the command-line arguments of a fast `probe` run on block 1."""
+    """Return the command-line arguments of a fast `probe` run on block 1.
+
+    `more` are further arguments.
+    """
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(root)]
     return [*arguments, "--checkpoint", str(checkpoint), "--layer", "1", *SMALL[task], *more]
 
@@ -201,7 +214,10 @@ def pretraining(root: Path, out: str, *more: str) -> list[str]:
 
 
 def supervised(root: Path, out: str, *more: str) -> list[str]:
-    """Return the command-line arguments of a fast supervised pretraining run."""
+    """Return the command-line arguments of a fast supervised pretraining run.
+
+    `more` are further arguments.
+    """
     sizes = [option for option in PRETRAIN if not option.startswith("objective.")]
     arguments = ["pretrain", "--data-root", str(root), "--out", out, "objective=supervised"]
     return [*arguments, "data.labels=true", *sizes, *more]
@@ -338,6 +354,10 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
     """Run a function in a forked process, which need not import any modules.
 
     Return the process id.
+
+    Args:
+        work: Function that returns the exit code. None means 0.
+        stderr: File that receives what the process prints.
     """
     sys.stdout.flush()
     child = os.fork()

@@ -30,7 +30,15 @@ def timm_model(
     grid: tuple[int, int] = (4, 4),
     **kwargs: Any,
 ) -> Any:
-    """Return a timm Vision Transformer with two blocks and random weights."""
+    """Return a timm Vision Transformer with two blocks and random weights.
+
+    Args:
+        patch: Side length of a patch in pixels.
+        dim: Width of the tokens.
+        heads: Number of attention heads.
+        grid: Rows and columns of patches.
+        kwargs: Further arguments of timm's class.
+    """
     torch.manual_seed(0)
     model: Any = timm.models.VisionTransformer(
         img_size=(grid[0] * patch, grid[1] * patch), patch_size=patch, embed_dim=dim, depth=2,
@@ -46,7 +54,7 @@ def timm_model(
 def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
     """Check that the encoder file at `path` yields the same features as the timm model, up to 1e-5.
 
-    Return the loaded encoder.
+    `extra` contains further kinds of features to compare. Return the loaded encoder.
     """
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))
@@ -99,7 +107,10 @@ def saved(path: Path, content: Mapping[str, Any]) -> Path:
 def folder_of(
     folder: Path, weights: Weights, config: Mapping[str, Any], colours: Mapping[str, Any] = {}
 ) -> str:
-    """Save weights and a config as a Hugging Face model folder. Return its `local-dir:` address."""
+    """Save weights and a config as a Hugging Face model folder. Return its `local-dir:` address.
+
+    `colours` is the content of `preprocessor_config.json`, such as the mean of the images.
+    """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(weights, folder / "model.safetensors")

@@ -63,7 +63,10 @@ class Kind:
 
 
 def mutate(content: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    """Apply one to eight random changes to the content of a file, such as flipping a bit."""
+    """Apply one to eight random changes to the content of a file, such as flipping a bit.
+
+    A change may insert a part of another file, whose contents are in `others`.
+    """
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
         at = rng.randrange(len(data) + 1)

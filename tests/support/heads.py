@@ -25,7 +25,13 @@ def segmentation(
 ) -> Segmentation:
     """Return a linear segmentation probe with the given components and values.
 
-    A value in `defaults` is ignored if neither the probe nor a component has a field of its name.
+    Args:
+        defaults: Values of fields. A value is ignored if neither the probe nor a component has a
+            field of its name.
+        loss: Name of the loss.
+        training: Name of the training method.
+        inference: Name of the inference method.
+        changes: Values of fields that must exist.
     """
     names = {"loss": loss, "training": training, "inference": inference}
     return _build(Segmentation, names, defaults or {}, changes)
@@ -34,7 +40,7 @@ def segmentation(
 def classification(
     defaults: Mapping[str, Any] | None = None, *, training: str = "lbfgs", **changes: Any
 ) -> LinearClassification:
-    """Return a linear classification probe."""
+    """Return a linear classification probe. `segmentation` describes the arguments."""
     return _build(LinearClassification, {"training": training}, defaults or {}, changes)
 
 

@@ -39,7 +39,6 @@ def small_run(objective: str) -> tuple[Pretraining, tuple[str, ...]]:
 
     The run uses the first model that the objective can train, trying Vision Transformers first.
     """
-    # Try Vision Transformers first.
     for model in sorted(config_names("model"), key=lambda name: (not name.startswith("vit"), name)):
         options = reduced_options(f"objective={objective}", f"model={model}")
         try:

@@ -1,4 +1,4 @@
-"""Set the variables of torchrun, so that a test looks like one of several distributed processes."""
+"""Set the environment variables with which torchrun starts one of several processes."""
 
 import pytest
 

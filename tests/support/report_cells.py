@@ -32,8 +32,8 @@ def around(changes: dict) -> dict:
     """Return changes of a record, with a 95 % interval around a changed value.
 
     `changes` maps field names to new values. It is returned unchanged if it has no value, or
-    already has an interval. The new interval is as wide as that of `RECORD`. For percentages, it is
-    limited to 0 to 100.
+    already has an interval. The new interval is as wide as the interval of `RECORD`. The interval
+    of a percentage is limited to 0 to 100.
     """
     value = changes.get("value")
     if value is None or "ci95" in changes:

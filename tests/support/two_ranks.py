@@ -181,7 +181,15 @@ MORE: dict[str, tuple[str, ...]] = {
 
 
 def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
-    """Run one process of a distributed training run to its end. Write its stderr to a file."""
+    """Run one process of a distributed training run to its end. Write its stderr to a file.
+
+    Args:
+        number: Rank of the process, 0 or 1.
+        port: Port at which the processes connect.
+        fault: Name of the fault and rank of the process that has it, such as "slow disk:0".
+        photos: Folder of the training images.
+        out: The run folder.
+    """
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # Under nohup, this process inherits an ignored SIGHUP, and the command would keep ignoring it.
@@ -206,7 +214,7 @@ def run_arguments(photos: Path, out: Path) -> list[str]:
 
 
 def start(fault: str, photos: Path, out: Path) -> list[int]:
-    """Fork the two processes of a run. Return their process ids."""
+    """Fork the two processes of a run with a fault. Return their process ids."""
     if fault.startswith("taken"):
         out.mkdir()
         (out / "config.yaml").write_text("{}")

@@ -51,13 +51,16 @@ def compare(store, shas="ad"):
 
 
 def difference(first, second, metric="corloc"):
-    """Return the table row that compares two encoders, given the per-image values of each."""
+    """Return the table row that compares two encoders.
+
+    `first` and `second` are the per-image values of the encoders.
+    """
     curve = ImageCurve(metric, {})
     return subtract("0", *(PairedScore(curve.estimate(v), (0,)) for v in (first, second)))
 
 
 @pytest.mark.filterwarnings("error")
-def test_an_undefined_difference_is_a_dash_and_zero_has_no_minus():
+def test_undefined_differences_are_dashes_and_zero_has_no_minus():
     nothing = np.zeros((4, 3, 2), np.int64)
 
     row = difference(nothing, nothing, "miou_oracle")
@@ -104,7 +107,7 @@ def test_mean_iou_is_compared_over_the_whole_set():
     assert (row.low, row.high) == pytest.approx(ends)
 
 
-def test_encoders_are_compared_block_by_block_and_each_at_its_best(store):
+def test_encoders_are_compared_per_block_and_at_their_best_blocks(store):
     save(store, "a", {0: hits(1, 1, 1, 1, 1, 1), 1: hits(*[0] * 6), 2: hits(1, 1, 0, 0, 0, 0)})
     save(store, "d", {0: hits(*[0] * 6), 1: hits(1, 1, 1, 1, 1, 0)})
 
@@ -148,7 +151,7 @@ def test_tables_name_their_seed_and_encoders_without_a_best_block(store):
     assert "never marked" in mark
 
 
-def test_encoders_of_the_same_name_are_told_apart_by_their_ids(store):
+def test_encoders_of_the_same_name_are_distinguished_by_id(store):
     for sha in "ad":
         store.save(cell(checkpoint_sha256=sha * 64, value=50.0, num_images=2), hits(1, 0))
 

@@ -30,6 +30,7 @@ def make_record(run: str, epoch: int, **changes):
     """Return a record about the encoder of a training run after a given epoch.
 
     The encoder's name is `RUN@EPOCH`, except after the last epoch (300), when it is `RUN`.
+    `changes` replaces further fields of the record.
     """
     digit = f"{list(HITS).index((run, epoch)):x}"
     model = run if epoch == 300 else f"{run}@{epoch}"
@@ -103,7 +104,7 @@ def test_results_with_other_settings_images_or_seeds_are_never_paired(store):
     assert {row.name for c in by_seed[0].by_epoch.values() for row in c.rows} == {"0", "11"}
 
 
-def test_the_command_prints_the_epochs_of_each_block_in_consecutive_rows(cli, cli_json):
+def test_the_epochs_of_each_block_are_in_consecutive_rows(cli, cli_json):
     lines = cli(*OVER_EPOCHS, *RUNS, "--format", "markdown").out.strip().splitlines()
 
     assert lines[2] == "| block | epoch | skip | skipless | first - second [95 %] |"

@@ -33,7 +33,7 @@ def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
     return paper_table(published, store.records(), store, encoders=encoders, choice=choice)
 
 
-def test_our_scores_are_shown_next_to_published_values_of_the_same_dataset(store):
+def test_our_scores_appear_next_to_published_values_per_dataset(store):
     save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
     save(store, "d", 11, hits(1, 1, 0, 0), dataset="toy")
     table = build_table(store, shas="ad")
@@ -119,7 +119,7 @@ def test_a_training_accuracy_comes_from_the_pretraining_run(store):
     assert "how an encoder was pretrained" not in trained.notes[0]
 
 
-def test_the_results_with_the_protocol_nearest_to_the_paper_are_shown(store):
+def test_results_with_the_protocol_nearest_to_the_paper_are_shown(store):
     fields: dict[str, Any] = {"task": "segmentation", "dataset": "voc2012", "facet": "token"}
     oracle = fields | {"metric": "miou_oracle", "protocol": "cutting_the_skip"}
     save(store, "a", 5, hits(1, 0, 0, 0), **oracle | {"protocol": "fast"})

@@ -39,7 +39,8 @@ def choose(records, store, choice) -> Entry:
 def save(store, sha, layer, values, *, has_hits: bool = True, **changes: Any):
     """Save a record whose value is the percentage of hits in `values`.
 
-    Unless `has_hits` is false, the hits are saved as per-image values, too.
+    Unless `has_hits` is false, the hits are saved as per-image values, too. The SHA-256 of the
+    encoder consists of the letter `sha`. `changes` replaces further fields of the record.
     """
     fields: dict[str, Any] = {"num_images": len(values), "value": 100 * values.mean(), "ci95": None}
     encoder = {"checkpoint_sha256": sha * 64, "model": NAMES[sha]}
@@ -54,7 +55,7 @@ def markdown_cells(table):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
 
 
-def test_the_oracle_takes_the_best_block_and_folds_choose_on_other_images(store):
+def test_oracles_take_the_best_block_and_folds_other_images(store):
     percents = (10.0, 40.0)
     records = [
         save(store, "a", layer, values, details={"degenerate_percent": percents[layer]})
@@ -98,7 +99,7 @@ def test_the_set_of_blocks_that_most_seeds_have_is_offered(store):
         assert (chosen.value, chosen.seeds) == (50.0, (1, 2))
 
 
-def test_a_block_that_all_folds_choose_keeps_the_interval_of_its_record(store):
+def test_a_block_chosen_by_all_folds_keeps_its_interval(store):
     records = [save(store, "a", layer, hits(*[layer] * 6)) for layer in (0, 1)]
     records[1] = replace(records[1], ci95=(90.0, 100.0), details={"degenerate_percent": 4.0})
 

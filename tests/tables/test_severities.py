@@ -19,7 +19,10 @@ OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
-    """Return the record on corrupted images that corresponds to a record on clean images."""
+    """Return the record on corrupted images that corresponds to a record on clean images.
+
+    The corruption has the given name and severity. `changes` replaces fields such as the value.
+    """
     corruption = {"name": name, "severity": severity, "dataset": record.dataset}
     corruption["fingerprint"] = record.dataset_fingerprint
     return replace(
@@ -45,7 +48,7 @@ def corrupted_blocks(*values: tuple[float, ...]) -> list[Record]:
     return records
 
 
-def test_the_drop_is_the_share_of_the_clean_score_that_is_lost():
+def test_the_drop_is_the_lost_share_of_the_clean_score():
     (table,) = severity_tables(corrupted_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)))
 
     # The means are 40 and 45, so half of 80 and a tenth of 50 are lost.

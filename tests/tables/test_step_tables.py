@@ -100,7 +100,7 @@ def test_printed_columns_are_measures_and_runs(pretrained_runs, print_table):
     ]
 
 
-def test_a_long_log_shows_mean_losses_and_the_latest_monitored_values(tmp_path, print_table):
+def test_long_logs_show_mean_losses_and_the_latest_monitored_values(tmp_path, print_table):
     rows = make_rows(1000, loss=float, knn_top1=lambda step: "absent" if step % 20 else step / 20)
 
     lines = parse_markdown(print_table(write_log(tmp_path / "run", rows)))

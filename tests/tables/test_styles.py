@@ -66,7 +66,7 @@ def test_a_legend_has_the_order_of_the_names():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["vit2", "vit10"]
 
 
-def test_ticks_are_probed_blocks_or_whole_epochs_and_baselines_have_their_value():
+def test_ticks_are_probed_blocks_or_epochs_and_baselines_are_labelled():
     (axis,) = curves_figure(depth_tables(make_records("vit"))).axes
     assert list(axis.get_xticks()) == [0, 3, 11]
     assert [text.get_text() for text in axis.texts] == ["centre box 31.0"]

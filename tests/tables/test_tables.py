@@ -51,7 +51,7 @@ def markdown_rows(records) -> list[str]:
     return [line for line in lines if line.startswith("|")]
 
 
-def test_rows_are_blocks_columns_are_encoders_and_the_best_block_is_bold():
+def test_rows_are_blocks_columns_are_encoders_best_is_bold():
     assert markdown_rows([*RECORDS, replace(SKIPLESS, layer=2, value=math.nan, ci95=None)]) == [
         "| block | skip | skip_less |",
         "|---|---:|---:|",
@@ -83,7 +83,7 @@ def test_latex_underlines_the_second_best_block():
     assert cells[1:] == [r"\textbf{3.0} \\", r"1.0 \\", r"\underline{2.0} \\"]
 
 
-def test_checkpoints_with_the_same_name_have_different_columns_in_every_table():
+def test_checkpoints_with_the_same_name_have_separate_table_columns():
     first, second = RECORDS[0], replace(SKIPLESS, model="skip")
 
     tables = depth_tables([first, second, replace(first, metric="detection_rate")])
@@ -221,7 +221,7 @@ def test_titles_and_legend_of_a_figure_do_not_overlap(panels, models):
 @pytest.mark.parametrize(
     ("unit", "chance", "scale"), [("", None, "log"), ("%", None, "linear"), ("", 0.0, "linear")]
 )
-def test_the_scale_depends_on_the_unit_and_the_band_is_the_interval(unit, chance, scale):
+def test_units_determine_scales_and_intervals_are_drawn_as_bands(unit, chance, scale):
     details = {} if chance is None else Baseline("random clusters", chance).as_details()
     fields = {"metric": "spread", "unit": unit, "value": 2.0, "ci95": (1.0, 9.0)}
     record = replace(RECORD, details=details, **fields)
@@ -233,7 +233,7 @@ def test_the_scale_depends_on_the_unit_and_the_band_is_the_interval(unit, chance
     assert (band_heights(axis).min(), band_heights(axis).max()) == (1.0, 9.0)
 
 
-def test_negative_and_infinite_values_are_drawn_and_undefined_ones_are_not():
+def test_negative_and_infinite_values_are_drawn_unlike_undefined_ones():
     negative = replace(RECORD, metric="uniformity", unit="", value=-2.03, ci95=(-2.1, -1.9))
     undefined = replace(RECORD, metric="cls_patch_cosine", value=math.nan, ci95=None)
     records = [replace(one, layer=layer) for one in (negative, undefined) for layer in (0, 4)]
@@ -340,7 +340,7 @@ def test_the_image_size_is_stated_below_a_table():
     assert mixed.startswith(f"{images}, image_size=512 (tokencut of skip); ")
 
 
-def test_a_figure_on_a_full_disk_is_refused_in_one_line(store, cli):
+def test_figures_on_a_full_disk_give_a_one_line_error(store, cli):
     store.save(RECORD)
     for kind in ("pdf", "png"):
         with small_files(2000):

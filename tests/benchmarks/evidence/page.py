@@ -184,7 +184,10 @@ def figures(runs: Runs) -> list[str]:
 
 
 def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return the curves of an experiment as {metric: {(variant, seed): [value of each epoch]}}."""
+    """Return the curves of the experiment `row`, from the finished runs.
+
+    The format is {metric: {(variant, seed): [value of each epoch]}}.
+    """
     reported = {
         (arm, seed): runs.get(seed_run(row, arm, seed), {})
         for arm in ROWS[row].arms
@@ -198,7 +201,7 @@ def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]
 
 
 def draw(row: str, runs: Runs, file: Path) -> None:
-    """Draw the curves of an experiment, with a chart per metric and a line per variant and seed.
+    """Draw the curves of the experiment `row`, with a chart per metric and a line per run.
 
     The same runs always give the same file, byte for byte.
     """

@@ -86,7 +86,10 @@ ROWS = {
 
 
 def rate_run(row: str, arm: str, rate: float) -> str:
-    """Return the name of the run that tries a learning rate for a variant of an experiment."""
+    """Return the name of the run that tries a learning rate.
+
+    The run belongs to the variant `arm` of the experiment `row`.
+    """
     return f"{row}-{arm}-rate{rate:g}"
 
 
@@ -94,12 +97,19 @@ def rate_runs(row: str, arm: str) -> list[str]:
     """Return the names of the runs from which the learning rate of a variant is chosen.
 
     The list is empty if the variant uses the paper's learning rate.
+
+    Args:
+        row: Name of the experiment.
+        arm: Name of the variant.
     """
     return [rate_run(row, arm, rate) for rate in (ROWS[row].rates if ROWS[row].chosen_by else ())]
 
 
 def seed_run(row: str, arm: str, seed: int) -> str:
-    """Return the name of the run that is reported for a variant and a seed."""
+    """Return the name of the run that is reported for a seed.
+
+    The run belongs to the variant `arm` of the experiment `row`.
+    """
     return f"{row}-{arm}-seed{seed}"
 
 
@@ -119,7 +129,7 @@ def demo_of(name: str) -> str:
 
 
 def names_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of all records of the given variants ("arms") of an experiment.
+    """Return the names of all records of the variants `arms` of the experiment `row`.
 
     These are records of training runs, of probe results and of patch similarities.
     """
@@ -131,7 +141,7 @@ def names_of(row: str, arms: Collection[str]) -> list[str]:
 
 
 def reported_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of the reported runs of the given variants ("arms") of an experiment.
+    """Return the names of the reported runs of the variants `arms` of the experiment `row`.
 
     Runs that only serve to choose a learning rate are left out.
     """

@@ -79,7 +79,10 @@ class Contrast:
         return Measurement(self.text, fmean(values), over_seeds(values), over_images)
 
     def _over_images(self, row: str, runs: Runs) -> Interval | None:
-        """Return the bootstrap interval over images, or None if a run lacks per-image results."""
+        """Return the bootstrap interval over images for the experiment `row`.
+
+        Return None if a run lacks per-image results.
+        """
         total, seeds = 0.0, ROWS[row].seeds
         for arm, weight in self.weights.items():
             for seed in seeds:
@@ -185,7 +188,7 @@ class SameBest:
 class AboveRandom:
     """A rule by which a claim is supported if training improves every block from `first` on.
 
-    The difference is the k-NN accuracy of a block minus that of the same block with random weights.
+    The difference is the k-NN accuracy of a block minus its k-NN accuracy with random weights.
     All its intervals over images must be above 0. The claim is refuted if one of them is below 0.
     """
 
@@ -226,7 +229,7 @@ class Small:
 class Apart:
     """A rule: the claim is supported if the patches of an image stay different in some variant.
 
-    The final loss of this variant must also be at most that of the variant `plain`. If no variant
+    The final loss of this variant must also not exceed that of the variant `plain`. If no variant
     fulfils both conditions, the claim is refuted.
 
     Attributes:
@@ -346,7 +349,10 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
 
 
 def seeds_of(row: str, arm: str, runs: Runs, metric: str) -> list[float]:
-    """Return the final score of a variant for each seed, leaving out runs without this metric."""
+    """Return the final score of the variant `arm` of the experiment `row` for each seed.
+
+    Runs without this metric are left out.
+    """
     reported = [runs[seed_run(row, arm, seed)] for seed in ROWS[row].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
@@ -369,22 +375,34 @@ def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) ->
 
 
 def best_of_rates(row: str, arm: str, runs: Runs) -> float:
-    """Return the highest held-out score of a variant over all its learning rates."""
+    """Return the highest held-out score over all learning rates of a variant.
+
+    Args:
+        row: Name of the experiment.
+        arm: Name of the variant.
+        runs: Finished runs by name.
+    """
     return max(runs[name][ROWS[row].chosen_by][-1] for name in rate_runs(row, arm))
 
 
 def first_run(row: str, arm: str, runs: Runs) -> Run:
-    """Return the run that tries a learning rate for a variant. There must be exactly one."""
+    """Return the only run that tries a learning rate for a variant.
+
+    Args:
+        row: Name of the experiment.
+        arm: Name of the variant, for which exactly one learning rate is tried.
+        runs: Finished runs by name.
+    """
     (name,) = rate_runs(row, arm)
     return runs[name]
 
 
 def able_starts(row: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Return the runs of the variants that train at least as well as the variant `plain`.
+    """Return the runs of an experiment that train at least as well as the variant `plain`.
 
-    The last loss of such a run is at most that of `plain`. Each variant has one run with one
-    learning rate (see `first_run`). The runs are sorted by the mean cosine between a patch and the
-    mean patch of its image, lowest first.
+    The last loss of such a run does not exceed the last loss of `plain`. Each variant of the
+    experiment `row` has one run with one learning rate (see `first_run`). The runs are sorted by
+    the mean cosine between a patch and the mean patch of its image, lowest first.
     """
     first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
     bound = first[plain]["loss"][-1]

@@ -138,12 +138,18 @@ class Ledger:
     pending_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def wait(self, what: str, times: int = 1) -> None:
-        """Count `times` waits of the host for the device. A wait completes all pending copies."""
+        """Count `times` waits of the host for the device. A wait completes all pending copies.
+
+        `what` is the name of the operation that waits.
+        """
         self.waits[f"{call_site()} {what}"] += times
         self.complete_copies()
 
     def copy_later(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy to pinned memory. Until the next wait, this memory contains wrong values."""
+        """Start to copy `source` to `target`, a tensor in pinned memory.
+
+        Until the next wait, `target` contains wrong values.
+        """
         self.pending_copies.append((target, source.detach().clone()))
         target.copy_(_corrupt(source))
 
@@ -157,6 +163,11 @@ class Ledger:
         """Increase the count of copies to the device by one.
 
         Non-blocking copies from pinned memory have a separate count.
+
+        Args:
+            what: Name of the operation.
+            pinned: Whether the copied memory is pinned.
+            waits: Whether the copy is blocking.
         """
         uploads = self.pinned_uploads if pinned and not waits else self.uploads
         uploads[f"{call_site()} {what}"] += 1
