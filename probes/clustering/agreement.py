@@ -100,7 +100,8 @@ def ari(table: Table) -> Scores:
     """Return the adjusted Rand index of clusters and classes.
 
     It is 1 if the clusters equal the classes, and 0 on average for random clusters. It is NaN if
-    there is only one class.
+    there is only one class, or if random clusters reach the maximum, for example because each class
+    has one image.
 
     Source: Hubert and Arabie, Journal of Classification 2, 1985.
     """
