@@ -67,7 +67,7 @@ from ssl_bench.system.device import to_device
 from ssl_bench.system.files import cache_folder
 
 ATTENTIVE_FACET = "patch_attentive"
-"""Kind of feature (facet) that the scores of attentive heads state.
+"""Name of the kind of feature (facet) in the scores of attentive heads.
 
 Attentive heads pool the patch tokens after the encoder's final norm.
 """
@@ -161,8 +161,8 @@ class LinearClassification(Probe):
         memory_gib: Memory limit for the features in GiB. If the vectors of all layers exceed it,
             the encoder processes the images several times. If the patches for attentive heads
             exceed it, they are stored on disk.
-        guesses: Settings that the authors of the protocol do not specify, and differences from
-            their code.
+        guesses: Texts about settings that the authors of the protocol do not specify, and about
+            differences from their code.
     """
 
     protocol: str = "ssl_bench"
@@ -442,7 +442,7 @@ class LinearClassification(Probe):
             yield undo_scaling(torch.stack(halves), scales)
 
     def _draw_training_images(self, images: ImageSet, seed: int) -> "TrainingDraws":
-        """Draw at random the images that train the heads, and those that select the best head.
+        """Draw the training images of the heads at random, and images to select the best head.
 
         Raises:
             DataError: There are too few training images in total or of one class.

@@ -66,8 +66,8 @@ NumPoints = Annotated[int, Bounds(1, 65536)]
 BASELINES = ("same place", "middle")
 """Names of the image-independent baselines.
 
-They predict that each point is at the same place in both views (square images), or that it is in
-the middle of the second view.
+They predict where a point of the first view (square image) is in the second view: at the same
+place, or in the middle.
 """
 _OWN_PATCH = "own patch"
 # Figures mark points as correct by this metric. If it is not scored, they use the last metric.
@@ -105,8 +105,8 @@ class Correspondence(Probe):
         warp: Kind of warp, for the protocol "warps" only. "homography" moves the four corners
             independently. "crop" enlarges a random square. "flip" mirrors the image horizontally.
         strength: For "homography", the largest inward shift of a corner along x and along y,
-            relative to the side. For "crop", the side of the square is at least 1 - 2 * `strength`
-            times the side of the view.
+            relative to the side. For "crop", the side of the square is at least
+            (1 - 2 * `strength`) times the side of the view.
         num_points: Number of points to match in each image, for the protocol "warps" only.
         sampling: How the features of a point are taken from the first view. "bilinear" interpolates
             between the centres of patches. "patch" takes the patch that contains the point.
@@ -533,7 +533,7 @@ def make_annotated_pair(sample: Sample, size: int) -> ViewPair:
 
 
 def image_generator(seed: int, image_id: str) -> np.random.Generator:
-    """Return a random number generator whose seed depends on a seed and the id of an image."""
+    """Return a random number generator that depends only on a seed and the id of an image."""
     digest = hashlib.sha256(f"{seed}\0{image_id}".encode(errors="surrogateescape")).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
@@ -542,9 +542,9 @@ def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Gen
     """Return a random homography that maps points of a square image to points of the warped image.
 
     For "flip", the warped image is a mirror image. Otherwise, it shows a random part of the
-    original, enlarged to the same size. For "crop", the part is a square with a side of at least 1
-    - 2 * `strength` times the original side. For "homography", the part is a quadrilateral. Its
-    corners are those of the original, moved inwards along x and along y by at most `strength` times
+    original, enlarged to the same size. For "crop", the part is a square. Its side is at least
+    (1 - 2 * `strength`) times the original side. For "homography", the part is a quadrilateral. Its
+    corners are the original corners, moved inwards along x and along y by at most `strength` times
     the side.
     """
     if kind == "flip":

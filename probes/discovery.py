@@ -67,7 +67,8 @@ class ObjectDiscovery(TokenCut):
     def role(self) -> str:
         """Return "boxes", the kind of annotation that a dataset must have for this probe.
 
-        The probe `TokenCut` also accepts images without boxes, and only draws the found objects.
+        The probe `TokenCut` also accepts images without boxes. It then only draws the found
+        objects.
         """
         return "boxes"
 

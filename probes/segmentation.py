@@ -178,8 +178,9 @@ class Segmentation(Probe):
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Settings that the authors of the protocol do not specify, and differences from the
-            published protocol. $NAME is replaced by the value of the setting NAME.
+        guesses: Texts about settings that the authors of the protocol do not specify, and about
+            differences from the published protocol. $NAME is replaced by the value of the setting
+            NAME.
     """
 
     protocol: str = "ssl_bench"
@@ -425,9 +426,9 @@ class SegmentationRun:
         The predictions are computed from the stored features of the first view of each image.
 
         Returns:
-            The numbers of correct, predicted and true pixels of each class, summed over the images,
-            for each source (layer or group of layers) and each value (learning rate or C). None if
-            no images are held out.
+            The numbers of correct, predicted and true pixels of each class, summed over the images.
+            There is one head for each source (layer or group of layers) and each value (learning
+            rate or C). None if no images are held out.
         """
         if not self.split.held_out:
             return None

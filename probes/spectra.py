@@ -31,8 +31,8 @@ def condition_number(values: Values, size: int) -> Float64[Tensor, "*batch"]:
     """Return the condition number: the largest singular value divided by the smallest.
 
     The condition number of a singular matrix is infinite. A matrix counts as singular if its
-    smallest singular value is at most size * 2.2e-16 times the largest, because rounding errors can
-    turn a zero into such a small value. A matrix of zeros is singular, too.
+    smallest singular value is at most size * 2.2e-16 times the largest. The reason is that rounding
+    errors can turn a zero into such a small value. A matrix of zeros is singular, too.
 
     Args:
         values: All singular values of each matrix, in descending order.

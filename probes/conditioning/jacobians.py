@@ -241,8 +241,8 @@ def bound_singular_values(
 
     The iterations start from a random vector. k steps give a bidiagonal k x k matrix B, whose
     singular values lie between the smallest and the largest singular value of A. The condition
-    number of A is therefore at least that of B. There is also an upper bound of the condition
-    number of A, but it is finite only if the condition number is at most about k / 5.
+    number of B is therefore a lower bound of the condition number of A. There is also an upper
+    bound. It is finite only if the condition number of A is at most about k / 5.
 
     Args:
         matrix: The matrix A.

@@ -119,8 +119,8 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
     if count < 2 or np.isnan(value):
         return value, None
     medians = np.sort(np.median(numbers, axis=1))
-    # If the images are sorted by their medians, the ends of the interval are the medians of the
-    # images with this number, counted from the smallest and from the largest median.
+    # The images are sorted by their medians. The ends of the interval are the medians of the images
+    # with this number, counted from the first and from the last image.
     beyond = max(1, int((bdtr(np.arange(count), count, 0.5) <= 0.025).sum()))
     return value, (
         min(value, float(medians[beyond - 1])),

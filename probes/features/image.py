@@ -144,8 +144,8 @@ class ImagePass:
 def facet_parts(facet: Facet) -> tuple[Facet, ...]:
     """Return the encoder outputs from which a kind of feature (facet) of a whole image is computed.
 
-    For example, the facet "cls_patch_mean" of an image is computed from "cls_normed" (the [CLS]
-    token after the final norm) and "token_normed" (the patch tokens after the final norm).
+    For example, the facet "cls_patch_mean" of an image is computed from "cls_normed" and
+    "token_normed". These are the [CLS] token and the patch tokens after the encoder's final norm.
     """
     return IMAGE_FACETS.get(facet, (facet,))
 

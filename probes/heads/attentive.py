@@ -33,9 +33,9 @@ _QUERY_DEVIATION = 0.02
 class AttentivePooling:
     """Training of attentive heads, which pool the patches of an image with learned queries.
 
-    The heads are trained with the optimizer `LARS`. The published code (see the top of this file)
-    trains for 90 epochs of random crops with batches of 4,096 images. Its search for a learning
-    rate tries 0.1 to 1.5 per 256 images of a batch.
+    The heads are trained with the optimizer `LARS`. The authors of the published code (see the top
+    of this file) train for 90 epochs of random crops with batches of 4,096 images. They multiply a
+    base learning rate by batch size / 256, and search it between 0.1 and 1.5.
 
     Attributes:
         queries: Number of queries of each head, which must divide the encoder's number of channels.
@@ -245,8 +245,8 @@ def pool_tokens(
 ) -> Float[Tensor, "values batch dim"]:
     """Pool the tokens of each image with the queries of each head, and concatenate the results.
 
-    Tokens are pooled before the value projection, because this takes less time than projecting all
-    tokens. Both operations are linear, so their order does not matter.
+    Tokens are pooled before the value projection, because projecting all tokens would take longer.
+    Both operations are linear, so their order does not matter.
     """
     values, queries, dim = query.shape
     scores = F.linear(tokens, query.flatten(0, 1) * dim**-0.5)  # batch tokens values*queries

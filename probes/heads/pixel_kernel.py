@@ -59,8 +59,8 @@ def _upsample(logits, corners, wide, is_cell, w0, w1, w2, w3):
     """Return the upsampled logits of one class at all pixels (columns) of some cells (rows).
 
     A cell is the area between four patch centers. `corners` are the memory offsets of the patches
-    at the upper left corners, `wide` is the number of patches in a row of the padded grid, and w0
-    to w3 are the bilinear weights of the four corners.
+    at the upper left corners. `wide` is the number of patches in a row of the padded grid. w0 to w3
+    are the bilinear weights of the four corners.
     """
     upper_left = tl.load(logits + corners, is_cell, 0.0)[:, None]
     upper_right = tl.load(logits + corners + 1, is_cell, 0.0)[:, None]

@@ -1,8 +1,8 @@
 """Train linear heads by optimizer steps, for many blocks and learning rates at once.
 
 A *source* is one layer, or several layers whose channels are concatenated. One head is trained for
-each pair of a source and a learning rate. All heads start from the same weights and see the same
-batches, so they differ only in their features and their learning rate.
+each pair of a source and a learning rate. All heads start from the same weights and are trained on
+the same batches, so they differ only in their features and their learning rate.
 
 `StepTraining.train` contains the training loop. The other classes of this file are its parts:
 heads, standardisation of channels, optimizers and the learning rate schedule. The module

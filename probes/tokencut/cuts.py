@@ -27,9 +27,9 @@ Mask = Bool[np.ndarray, "rows cols"]
 Bipartition = tuple[Mask, tuple[int, int], Mask]
 """A split of an image's patches into two sides, as a tuple of three elements.
 
-The seed is the patch whose entry in the eigenvector has the largest magnitude. The elements are the
-mask of the side that contains the seed, the row and column of the seed, and the mask of all patches
-whose entries have the same magnitude as that of the seed, up to rounding errors.
+The seed is the patch whose entry in the eigenvector has the largest magnitude. The first element is
+the mask of the side that contains the seed. The second is the row and column of the seed. The third
+is the mask of all patches with the same magnitude as the seed, up to rounding errors.
 """
 
 
@@ -105,7 +105,7 @@ class PatchGrid:
 class Cut:
     """Options of the similarity graph between an image's patches, and of cutting it in two parts.
 
-    The default values are those of the TokenCut paper.
+    The default values are those of TokenCut.
 
     Attributes:
         tau: Cosine similarity above which two patches are linked, in [-1, 1). With "otsu", Otsu's
@@ -117,8 +117,9 @@ class Cut:
         mask_padding: Whether patches that contain padding are left out of the graph.
         connectivity: Number of neighbours of a patch in connected components, 4 or 8. With 8,
             diagonal neighbours are connected, too.
-        stable_seed: Whether the first patch is used as the seed if several patches tie for the
-            largest entry of the eigenvector. If false, rounding errors select one of these patches.
+        stable_seed: Whether the seed does not depend on rounding errors. The object grows from the
+            seed, the patch with the largest entry of the eigenvector. If several patches have this
+            entry up to rounding errors, the first of them is the seed if this option is true.
         refuse_degenerate: Whether no object is returned for images with a degenerate graph, whose
             object would be arbitrary.
     """
@@ -242,11 +243,12 @@ def split_at_mean(
 ) -> Bipartition:
     """Split the patches into those above and those not above the mean of a vector.
 
+    The seed is the patch whose entry has the largest magnitude. If several patches have this
+    magnitude up to rounding errors, and `stable_seed` is true, the first of them is the seed.
+
     Returns:
-        Three elements. The seed is the patch whose entry has the largest magnitude. The elements
-        are the mask of the side that contains the seed, the row and column of the seed, and the
-        mask of all patches with the same magnitude. If there are several such patches and
-        `stable_seed` is true, the first of them is the seed.
+        The mask of the side that contains the seed, the row and column of the seed, and the mask of
+        all patches with the same magnitude.
     """
     magnitude = abs(vector)
     tied = magnitude >= (1 - _TIE) * magnitude.max()

@@ -78,7 +78,7 @@ class Tracking(Probe):
             default depends on whether the first video has masks.
         image_size: Shorter side in pixels to which frames are resized. It is reduced to a multiple
             of the patch size.
-        long_side_multiple: Number to a multiple of which the longer side is reduced. The default is
+        long_side_multiple: The longer side is reduced to a multiple of this number. The default is
             64, or the patch size if 64 is not a multiple of it.
         keep_aspect_ratio: Whether frames keep their aspect ratio, up to rounding. Otherwise, both
             sides have `image_size` pixels.
