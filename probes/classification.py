@@ -474,7 +474,7 @@ class TrainingDraw:
     """One random sample (draw) of training images.
 
     Images are given by their position in the list `TrainingDraws.indices`, not by their index in
-    the dataset.
+    the training set.
 
     Attributes:
         fit: Images that the heads are trained on.
@@ -503,7 +503,8 @@ class TrainingDraws:
 
     Attributes:
         images: The training set.
-        indices: Dataset indices of all images that occur in at least one draw, in ascending order.
+        indices: Indices, within the training set, of all images that occur in at least one draw, in
+            ascending order.
         by_shots: Dictionary from the number of training images per class to the draws. If the
             setting `probe.shots` is not set, there is a single draw under the key None.
     """

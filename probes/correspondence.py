@@ -97,9 +97,9 @@ class Correspondence(Probe):
             random warp of it. "spair" uses the annotated pairs of a dataset such as SPair-71k.
         facet: One or several facets (kinds of features) to compare: token, token_normed, key,
             query, value, attn_out, attn_skip, mlp_hidden, mlp_out, or submodules of a block.
-        alphas: Tolerances, one for each metric. A predicted place is correct if its distance to the
-            true place is at most alpha. For warps, distances are relative to the side of the view.
-            For annotated pairs, they are relative to the longer side of the object's box.
+        alphas: Largest distances from the true place at which a predicted place is correct, one for
+            each metric. For warps, distances are relative to the side of the view. For annotated
+            pairs, they are relative to the longer side of the object's box.
         image_size: Side of both views in pixels, a multiple of the patch size. Null for the
             encoder's native size.
         warp: Kind of warp, for the protocol "warps" only. "homography" moves the four corners

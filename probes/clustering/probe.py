@@ -73,9 +73,9 @@ class Clustering(Probe):
     All features are L2-normalised.
 
     Attributes:
-        protocol: What is clustered. "images" clusters the scored images, which have a class label.
-            "patches" clusters patches of the training images. The patches of the scored images are
-            then assigned to the nearest clusters, and their pixels are scored.
+        protocol: What is clustered: "images" (the scored images, which have a class label) or
+            "patches" (patches of the training images). With "patches", the patches of the scored
+            images are assigned to the nearest clusters, and their pixels are scored.
         facet: Kind of features, or a list of kinds. For images: cls or patch_mean. For patches:
             token, token_normed, key, query or value. For both: attn_out, attn_skip, mlp_hidden,
             mlp_out, or a submodule of a block.

@@ -41,7 +41,7 @@ class TrainingSplit:
     `indices` has the index n * views + v, which is called its entry.
 
     Attributes:
-        indices: Dataset indices of the used images, in ascending order.
+        indices: Indices of the used images within the training set, in ascending order.
         held_out: Positions of the held-out images in `indices`.
     """
 
@@ -113,7 +113,7 @@ class Shots:
     for a larger number.
 
     Attributes:
-        indices: Dataset indices of all drawn images, in ascending order.
+        indices: Indices of all drawn images within the training set, in ascending order.
         positions: Position of each drawn image in `indices`. The images of a class (last axis) are
             in random order.
     """

@@ -117,9 +117,9 @@ class Cut:
         mask_padding: Whether patches that contain padding are left out of the graph.
         connectivity: Number of neighbours of a patch in connected components, 4 or 8. With 8,
             diagonal neighbours are connected, too.
-        stable_seed: Whether the seed does not depend on rounding errors. The object grows from the
-            seed, the patch with the largest entry of the eigenvector. If several patches have this
-            entry up to rounding errors, the first of them is the seed if this option is true.
+        stable_seed: Whether rounding errors cannot change the seed, the patch from which the object
+            grows. The seed is the patch with the largest entry of the eigenvector. If several
+            patches have this entry up to rounding errors, this option selects the first of them.
         refuse_degenerate: Whether no object is returned for images with a degenerate graph, whose
             object would be arbitrary.
     """

@@ -71,8 +71,8 @@ class TokenCut(Cut, Probe):
         protocol: Name of the preset: "reference" follows the authors' code, and "adaptive" sets tau
             to "otsu", so that each image has its own threshold. If the user has changed other
             options, tables show them after the name.
-        truth: Annotations to compare with. "boxes" scores CorLoc of the found box. "masks" scores
-            maximal F-beta, IoU and accuracy of the found mask. "none" only counts images whose
+        truth: Annotations to compare with: "boxes" (scores CorLoc), "masks" (scores maximal F-beta,
+            IoU and accuracy) or "none". With "none", the score is the percentage of images whose
             object is arbitrary (degenerate). The default is "boxes" for datasets with boxes,
             "masks" for datasets with masks of one object and no boxes, and "none" for datasets with
             neither.
