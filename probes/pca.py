@@ -90,10 +90,10 @@ class PCA(Probe):
         background: How to treat patches of the background. "keep" shows them. "first_component"
             removes patches by a threshold on the first component, and fits the components to the
             remaining patches.
-        align_to: Another encoder, whose colours the maps should have. Set it to a folder of its PCA
-            figures, or to the name of its checkpoint. It must have been probed on the same images
-            with the same protocol and output folder. If null, the colours are aligned with the
-            encoder's own last block.
+        align_to: Other encoder with whose colours the maps are aligned, as a folder of its PCA
+            figures or the name of its checkpoint. It must have been probed on the same images with
+            the same protocol and output folder. If null, the colours are aligned with the encoder's
+            own last block.
         grid: File format of the overview figure, which shows all images and maps.
     """
 

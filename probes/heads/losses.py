@@ -169,7 +169,7 @@ class UpsampledLoss(PixelLoss):
     computed without upsampling, as a weighted sum of patch logits.
 
     Attributes:
-        factor: Number of label pixels along the side of a patch. None for label maps at the
+        factor: Number of label pixels along the side of a patch, or None for label maps at the
             encoder's input size.
     """
 

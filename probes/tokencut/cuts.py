@@ -115,11 +115,11 @@ class Cut:
         weighted: Whether the weight of a link is the cosine similarity instead of 1.
         centred: Whether the mean feature of the image is subtracted from all features first.
         mask_padding: Whether patches that contain padding are left out of the graph.
-        connectivity: Number of neighbours of a patch in connected components, 4 or 8. With 8,
+        connectivity: Number (4 or 8) of neighbours of a patch in connected components. With 8,
             diagonal neighbours are connected, too.
-        stable_seed: Whether rounding errors cannot change the seed, the patch from which the object
-            grows. The seed is the patch with the largest entry of the eigenvector. If several
-            patches have this entry up to rounding errors, this option selects the first of them.
+        stable_seed: Whether the seed, the patch from which the object grows, is independent of
+            rounding errors. The seed is the patch with the largest entry of the eigenvector. If
+            several patches have this entry up to rounding errors, this option selects the first.
         refuse_degenerate: Whether no object is returned for images with a degenerate graph, whose
             object would be arbitrary.
     """

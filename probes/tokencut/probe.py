@@ -72,10 +72,9 @@ class TokenCut(Cut, Probe):
             to "otsu", so that each image has its own threshold. If the user has changed other
             options, tables show them after the name.
         truth: Annotations to compare with: "boxes" (scores CorLoc), "masks" (scores maximal F-beta,
-            IoU and accuracy) or "none". With "none", the score is the percentage of images whose
-            object is arbitrary (degenerate). The default is "boxes" for datasets with boxes,
-            "masks" for datasets with masks of one object and no boxes, and "none" for datasets with
-            neither.
+            IoU and accuracy) or "none" (counts images whose object is arbitrary). The default is
+            "boxes" for datasets with boxes, "masks" for datasets with masks of one object and no
+            boxes, and "none" for datasets with neither.
         facet: Features from which the similarity graph is computed, one or several of key, query,
             value, token, token_normed, attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of
             a block.
