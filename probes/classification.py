@@ -1,9 +1,9 @@
 """Linear classification: how well can linear heads predict image classes from a block's features?
 
 `LinearClassification` trains linear or attentive heads on the features of a frozen encoder.
-`TrainingDraws` contains random samples ("draws") of training images: those that the heads are
-trained on, and the held-out images on which the best head is selected. `score_selected_heads`
-selects this head and computes its accuracy.
+`TrainingDraws` contains one or several random samples ("draws") of the training images. In each
+draw, some images are for training the heads, and others are held out to select the best head.
+`score_selected_heads` selects this head and computes its accuracy.
 """
 
 import itertools
@@ -67,22 +67,28 @@ from ssl_bench.system.device import to_device
 from ssl_bench.system.files import cache_folder
 
 ATTENTIVE_FACET = "patch_attentive"
-"""Facet in the records of heads that pool the patches after the encoder's final norm."""
+"""Name of the kind of feature (facet) in the scores of attentive heads.
+
+Attentive heads pool the patch tokens after the encoder's final norm.
+"""
 
 _MAX_SELECTION_SHOTS = 4
 # Maximum number of logits that are in memory at the same time. They take 0.25 GiB.
 _MAX_LOGITS = 2**26
 _ATTENTIVE_GUESSES = (
     "central squares of the training images instead of a new random crop and flip in every epoch",
-    "batches of $batch_size instead of 4,096, with rates by the same rule",
-    "$epochs epochs instead of 90, for all of them see the same squares",
-    "scored after the last epoch instead of at the best one on the scored images",
+    "batches of $batch_size instead of 4,096 images, with the learning rate selected from a list",
+    "$epochs epochs instead of 90, because the squares are the same in every epoch",
+    "scored after the last epoch instead of after the epoch with the best score",
 )
 
 
 @dataclass(frozen=True)
 class ImageRegression(LogisticRegression):
-    """Logistic regression on one vector per image, with scikit-learn's stopping criterion."""
+    """Logistic regression on one feature vector per image.
+
+    The training stops at the same gradient tolerance as scikit-learn's LogisticRegression.
+    """
 
     c_values: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
     batch_size: Count = 1024
@@ -93,7 +99,10 @@ class ImageRegression(LogisticRegression):
 
 @dataclass(frozen=True)
 class Momentum(StepTraining):
-    """SGD with momentum 0.9 and a cosine schedule that decays the learning rate to zero."""
+    """Training of linear heads by SGD with momentum 0.9 and a cosine learning rate schedule.
+
+    The learning rate decreases to zero. There is no warm-up and no weight decay.
+    """
 
     learning_rates: Sequence[Rate] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
     epochs: Count = 100
@@ -108,10 +117,10 @@ class Momentum(StepTraining):
 
 @dataclass(frozen=True)
 class FixedPooling:
-    """The pooling option "fixed", in which heads do not learn to pool patches.
+    """The setting `probe.pool=fixed`, with which heads do not learn to pool patches.
 
-    Each head receives one feature vector of the image. The facet (kind of feature) in `probe.facet`
-    selects this vector.
+    Each head receives one feature vector of the image. The setting `probe.facet` selects this
+    vector, for example the [CLS] token.
     """
 
 
@@ -152,8 +161,8 @@ class LinearClassification(Probe):
         memory_gib: Memory limit for the features in GiB. If the vectors of all layers exceed it,
             the encoder processes the images several times. If the patches for attentive heads
             exceed it, they are stored on disk.
-        guesses: Settings that the authors of the protocol do not specify, and differences from
-            their code.
+        guesses: Texts about settings that the authors of the protocol do not specify, and about
+            differences from their code.
     """
 
     protocol: str = "ssl_bench"
@@ -205,8 +214,9 @@ class LinearClassification(Probe):
         return super().facet_spec
 
     def settings(self) -> dict[str, Any]:
-        # With shots, the name of the metric contains n, and the number of held-out images depends
-        # only on n.
+        # The number n of shots is part of the metric's name, so it need not be a setting. With
+        # shots, n also determines the number of held-out images, so the fraction `holdout` is left
+        # out.
         unused = {"shots", *(("draws",) if self.shots is None else ("holdout", "train_images"))}
         training = self.training.settings()
         if isinstance(self.pool, AttentivePooling):
@@ -228,7 +238,7 @@ class LinearClassification(Probe):
         return list(itertools.product(last, self.facets, metrics))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Train and score the heads of all layers.
+        """Train classification heads on the features of each layer, and yield their accuracies.
 
         The top-5 accuracy is NaN if there are fewer than five classes.
 
@@ -279,7 +289,15 @@ class LinearClassification(Probe):
     ) -> Iterator[Score]:
         """Train linear heads on one random sample of training images, and yield their scores.
 
-        Each group of layers has its own heads.
+        Args:
+            context: Inputs of the probe, such as the device.
+            spec: Properties of the heads, such as the number of classes.
+            draws: All random samples (draws) of training images.
+            facet: Kind of feature that the heads receive, such as the [CLS] token.
+            groups: Groups of layers. The heads of a group receive the features of all its layers.
+            train: Features and classes of the training images.
+            val: Features and classes of the scored images.
+            draw: The random sample of training images to use.
         """
         stored = StoredFeatures(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
@@ -351,7 +369,15 @@ class LinearClassification(Probe):
     ) -> Iterator[Score]:
         """Train attentive heads on one random sample of training images, and yield their scores.
 
-        Each layer has its own heads.
+        Each layer has its own heads, which learn to pool the patches of an image.
+
+        Args:
+            pool: Settings of the pooling and its training.
+            training_pass: Pass of the training images through the encoder.
+            features: Patch features of the training images.
+            labels: Class of each training image.
+            draws: All random samples (draws) of training images.
+            draw: The random sample of training images to use.
         """
         context = training_pass.context
         val_images = self.split(context.dataset)
@@ -416,7 +442,7 @@ class LinearClassification(Probe):
             yield undo_scaling(torch.stack(halves), scales)
 
     def _draw_training_images(self, images: ImageSet, seed: int) -> "TrainingDraws":
-        """Draw training images for the heads, and held-out images on which a head is selected.
+        """Draw the training images of the heads at random, and images to select the best head.
 
         Raises:
             DataError: There are too few training images in total or of one class.
@@ -447,7 +473,8 @@ class LinearClassification(Probe):
 class TrainingDraw:
     """One random sample (draw) of training images.
 
-    All tensors contain positions in `TrainingDraws.indices`, which lists the images of all draws.
+    Images are given by their position in the list `TrainingDraws.indices`, not by their index in
+    the training set.
 
     Attributes:
         fit: Images that the heads are trained on.
@@ -463,7 +490,10 @@ class TrainingDraw:
 
     @property
     def final_images(self) -> Int64[Tensor, " images"]:
-        """Return the images that the scored heads were trained on: `refit` if set, else `fit`."""
+        """Return the images on which the scored heads were trained: `refit` if set, else `fit`.
+
+        They are positions in the list `TrainingDraws.indices`.
+        """
         return self.fit if self.refit is None else self.refit
 
 
@@ -473,9 +503,10 @@ class TrainingDraws:
 
     Attributes:
         images: The training set.
-        indices: Indices of all images that occur in at least one draw, in ascending order.
-        by_shots: The draws, by the number of training images per class. If `shots` is not set,
-            there is a single draw under the key None.
+        indices: Indices, within the training set, of all images that occur in at least one draw, in
+            ascending order.
+        by_shots: Dictionary from the number of training images per class to the draws. If the
+            setting `probe.shots` is not set, there is a single draw under the key None.
     """
 
     images: ImageSet
@@ -485,10 +516,10 @@ class TrainingDraws:
     def average(
         self, train_and_score: Callable[[TrainingDraw], Iterator[Score]]
     ) -> Iterator[Score]:
-        """Yield the scores for each number of shots, averaged over the random draws.
+        """Yield scores that are averaged over random draws (samples) of training images.
 
-        A draw is a random sample of training images. If `shots` is not set, yield the scores of the
-        only draw.
+        There are separate scores for each number of shots (training images of each class). If the
+        setting `probe.shots` is not set, yield the scores of the only draw.
 
         Args:
             train_and_score: Function that trains heads on one draw and yields their scores.
@@ -501,10 +532,10 @@ class TrainingDraws:
                 yield from average_over_draws([list(train_and_score(d)) for d in draws], shots)
 
     def details(self, draw: TrainingDraw, seconds: float) -> dict[str, Any]:
-        """Return details of the training on one draw, which are stored with its scores.
+        """Describe the training on one draw (random sample of training images), as a dictionary.
 
-        These are the numbers of training and held-out images, a SHA-256 of the training images'
-        ids, and the training time in seconds.
+        It contains the numbers of training and held-out images, a SHA-256 of the training images'
+        ids, and the training time, `seconds`. It is stored with the scores of the draw.
         """
         ids = [self.images.ids[self.indices[n]] for n in draw.final_images.tolist()]
         return {
@@ -515,17 +546,18 @@ class TrainingDraws:
         }
 
     def require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
-        """Raise a DataError if the training images of any random draw have only one class.
+        """Raise a DataError if all training images of a random draw have the same class.
 
         Args:
-            labels: Class of each image in `indices`.
+            labels: Class of each image in `self.indices`.
         """
         for draw in itertools.chain(*self.by_shots.values()):
             classes, images = labels[draw.fit].unique().tolist(), self.images
             if len(classes) < 2:
                 raise DataError(
-                    f"heads train on {len(draw.fit)} images of {images.name} {images.split}, all "
-                    f"of class {images.class_names[classes[0]]}, expected at least two classes",
+                    f"the heads would be trained on {len(draw.fit)} images of {images.name} "
+                    f"{images.split}, which are all of class {images.class_names[classes[0]]}, "
+                    "expected at least two classes",
                     hint=("probe.train_images={larger}",),
                 )
 
@@ -535,7 +567,8 @@ def _linear_ranks(
 ) -> Int64[Tensor, "values images"]:
     """Return the rank of each image's true class among the logits of each linear head.
 
-    Only the heads of the layer group with the index `index` are used.
+    Rank 0 means that the true class has the largest logit. `index` selects a group of layers. Only
+    the heads of this group are used, and `images` contains its features.
     """
     batch_size, ranks = max(1, _MAX_LOGITS // heads.bias[index].numel()), []
     parts = zip(images.features.split(batch_size), images.labels.split(batch_size), strict=True)
@@ -552,7 +585,8 @@ def _attentive_ranks(
 ) -> Int64[Tensor, "layers values images"]:
     """Return the rank of each image's true class among the logits of each attentive head.
 
-    `batches` contains the patches of the images, in the order of `labels`.
+    Rank 0 means that the true class has the largest logit. `batches` contains the patch features of
+    the images, in the order of `labels`.
     """
     ranks, start = [], 0
     for patches in batches:
@@ -582,10 +616,10 @@ def score_selected_heads(
 ) -> Iterator[Score]:
     """Select the best of several heads, and yield its top-1 and top-5 accuracy in percent.
 
-    The heads differ in one hyperparameter. The metrics that end in "holdout" score the head with
-    the highest top-1 accuracy on held-out images. The metrics that end in "oracle" score the head
-    with the highest top-1 accuracy on the scored images. If several heads are equally accurate, the
-    first of them is selected.
+    The heads differ in one hyperparameter. The best head is selected in two ways. For the metrics
+    "top1_holdout" and "top5_holdout", it has the highest top-1 accuracy on held-out images. For
+    "top1_oracle" and "top5_oracle", it has the highest top-1 accuracy on the scored images
+    themselves. If several heads are equally accurate, the first of them is selected.
 
     Args:
         layer: Layer whose features the heads receive. If they receive several layers, the last one.

@@ -64,7 +64,11 @@ Strength = Annotated[float, Bounds(0, 0.33)]
 NumPoints = Annotated[int, Bounds(1, 65536)]
 
 BASELINES = ("same place", "middle")
-"""Image-independent predictions of the place of a point in the second view."""
+"""Names of the image-independent baselines.
+
+They predict where a point of the first view (square image) is in the second view: at the same
+place, or in the middle.
+"""
 _OWN_PATCH = "own patch"
 # Figures mark points as correct by this metric. If it is not scored, they use the last metric.
 _FIGURE_METRIC = "pck_0.1"
@@ -93,22 +97,22 @@ class Correspondence(Probe):
             random warp of it. "spair" uses the annotated pairs of a dataset such as SPair-71k.
         facet: One or several facets (kinds of features) to compare: token, token_normed, key,
             query, value, attn_out, attn_skip, mlp_hidden, mlp_out, or submodules of a block.
-        alphas: Largest distances between the predicted and the true place at which a point is
-            correct, one for each metric. For warps, distances are relative to the side of the view.
-            For annotated pairs, they are relative to the longer side of the object's box.
+        alphas: Largest distances from the true place at which a predicted place is correct, one for
+            each metric. For warps, distances are relative to the side of the view. For annotated
+            pairs, they are relative to the longer side of the object's box.
         image_size: Side of both views in pixels, a multiple of the patch size. Null for the
             encoder's native size.
         warp: Kind of warp, for the protocol "warps" only. "homography" moves the four corners
             independently. "crop" enlarges a random square. "flip" mirrors the image horizontally.
         strength: For "homography", the largest inward shift of a corner along x and along y,
-            relative to the side. For "crop", the side of the square is at least 1 - 2 * `strength`
-            times the side of the view.
+            relative to the side. For "crop", the side of the square is at least
+            (1 - 2 * `strength`) times the side of the view.
         num_points: Number of points to match in each image, for the protocol "warps" only.
         sampling: How the features of a point are taken from the first view. "bilinear" interpolates
             between the centres of patches. "patch" takes the patch that contains the point.
         prediction: How the place of a point is predicted. "cell" takes the centre of the most
-            similar patch. "soft" takes the mean of the centres of patches around it, weighted by
-            similarity.
+            similar patch. "soft" takes a weighted mean of patch centres. Patches that are similar
+            to the point and near the most similar patch have large weights.
         sigma: Standard deviation of the Gaussian around the most similar patch, in patches, for
             "soft" only.
         temperature: Similarities are divided by this value, for "soft" only.
@@ -166,7 +170,7 @@ class Correspondence(Probe):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Return the metric names, one for each alpha, such as "pck_0.1"."""
+        """Return the name of the metric for each tolerance in `alphas`, such as "pck_0.1"."""
         return tuple(f"pck_{float(alpha)!r}" for alpha in self.alphas)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -182,7 +186,7 @@ class Correspondence(Probe):
         if self.warp == "flip":
             unused.add("strength")
         if self.sampling == "bilinear":
-            # Records were written before this setting existed.
+            # Records (stored results) from before this setting existed must stay valid.
             unused.add("sampling")
         if self.prediction == "cell":
             unused |= {"sigma", "temperature"}
@@ -201,15 +205,19 @@ class Correspondence(Probe):
         }
 
     def figure_path(self, layer: int, facet: str, image_id: str) -> str:
-        """Return the path of a pair's figure, relative to `ProbeContext.artifacts`."""
+        """Return the path of the figure of an image pair.
+
+        The path is relative to the output folder, `ProbeContext.artifacts`. `image_id` is the id of
+        the pair.
+        """
         changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
         folder = "_".join([self.protocol, *changed])
         return f"{folder}/block{layer:02d}_{facet}/{figure_file_name(image_id)}"
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Match the points of all pairs, draw figures of some, and score all layers and facets.
+        """Match the points of all image pairs, and yield the scores of all layers and facets.
 
-        A facet is a kind of feature, such as keys.
+        A facet is a kind of feature, such as keys. Some of the pairs are drawn as figures.
 
         Raises:
             DataError: A file cannot be read.
@@ -243,9 +251,10 @@ class Correspondence(Probe):
     def _read_pairs(
         self, context: ProbeContext, images: ImageSet, size: int
     ) -> Iterable[tuple[int, "ViewPair"]]:
-        """Yield all pairs of views, each with its index in the dataset.
+        """Yield all pairs of views (square images), each with its index in the dataset.
 
-        Annotated pairs are read in the order of `order_by_category`.
+        Annotated pairs are read in the order of `order_by_category`. `size` is the side of the
+        views in pixels.
         """
 
         def prepare(sample: Sample) -> ViewPair:
@@ -264,12 +273,19 @@ class Correspondence(Probe):
         layer_facets: Sequence[LayerFacet],
         device: torch.device,
     ) -> dict[LayerFacet, tuple[Float[Tensor, "pairs points 2"], Bool[Tensor, " pairs"]]]:
-        """Predict the places of all points in a batch of pairs.
+        """Predict where the points of each pair's first view are in its second view.
+
+        Args:
+            pairs: A batch of pairs of views (square images).
+            features: Features of the views, by their names in `ViewPair.keys`.
+            layer_facets: Layers and facets (kinds of features) to use.
+            device: Device of the features.
 
         Returns:
-            For each layer and facet (kind of feature), the predicted places, and whether the places
-            of each pair are arbitrary. They are arbitrary if all patches of the second view have
-            the same features. All pairs are padded to the largest number of points in a pair.
+            A dictionary from layer and facet to two tensors. The first contains the predicted
+            places, relative to the side of the view. Pairs with few points are padded. The second
+            states whether the places of a pair are arbitrary, because all patches of its second
+            view have the same features.
         """
         sources = [torch.from_numpy(pair.source).float() for pair in pairs]
         points = to_device(pad_sequence(sources, batch_first=True), device)
@@ -311,9 +327,11 @@ class Correspondence(Probe):
     def _score(
         self, layer_facet: LayerFacet, number: int, counts: "PairCounts", view_size: int
     ) -> Score:
-        """Return the PCK of one layer and facet (kind of feature), the score of the probe.
+        """Return PCK, the percentage of correctly matched points, of one layer and facet.
 
-        Points are correct up to the relative distance `self.alphas[number]`.
+        A facet is a kind of feature. A point is correct if its relative error is at most the
+        tolerance `self.alphas[number]`. `view_size` is the side of the views (square images) in
+        pixels.
         """
         correct = counts.correct[layer_facet][:, number]
         pck = counts.pck(layer_facet, number)
@@ -350,17 +368,17 @@ class Correspondence(Probe):
 
 
 class PairCounts:
-    """Counts of correctly matched points in each pair of views.
+    """Counts of correctly matched points in each pair of views (square images).
 
     Attributes:
-        alphas: Largest relative distances at which a predicted place counts as correct.
+        alphas: Tolerances. A point is correct if its relative error is at most alpha.
         points: Number of points of each pair.
         categories: Object category of each pair, or an empty string.
         correct: Number of correct points for each pair and alpha. The key is a layer and a facet
             (kind of feature), or the name of a prediction that needs no features, such as a
             baseline.
-        degenerate: Whether all patches of a pair's second view have the same features, so that its
-            predicted places are arbitrary. The key is a layer and a facet.
+        degenerate: For each layer and facet, whether the predicted places of a pair are arbitrary,
+            because all patches of its second view have the same features.
     """
 
     def __init__(self, num_pairs: int, alphas: Sequence[float]) -> None:
@@ -377,8 +395,8 @@ class PairCounts:
     def add_pair(self, index: int, pair: "ViewPair", grid: tuple[int, ...]) -> None:
         """Store the category and the number of points of a pair, and score the baselines on it.
 
-        The baselines are predictions that need no features. `grid` contains the numbers of rows and
-        columns of patches.
+        The baselines are predictions that need no features. `index` is the index of the pair in the
+        dataset. `grid` contains the numbers of rows and columns of patches.
         """
         self.points[index], self.categories[index] = len(pair.source), pair.category
         sides = np.array(grid[::-1])
@@ -393,15 +411,22 @@ class PairCounts:
     ) -> Bool[np.ndarray, "alphas _points"]:
         """Count the correct places in a prediction for a pair. Return which places are correct.
 
-        `key` is the layer and facet (kind of feature) of the prediction, or the name of a
-        prediction without features.
+        Args:
+            index: Index of the pair in the dataset.
+            pair: The pair of views (square images).
+            key: Layer and facet (kind of feature) of the prediction, or the name of a baseline.
+            places: Predicted places, relative to the side of the second view.
         """
         is_correct = pair.is_correct(places, self.alphas)
         self.correct[key][index] = is_correct.sum(1)
         return is_correct
 
     def pck(self, key: LayerFacet | str, number: int) -> Float64[np.ndarray, " pairs"]:
-        """Return the percentage of each pair's points that are correct at `self.alphas[number]`."""
+        """Return PCK of each pair, the percentage of its points that are matched correctly.
+
+        `key` is the layer and facet (kind of feature) of the prediction, or the name of a baseline.
+        A point is correct if its relative error is at most the tolerance `self.alphas[number]`.
+        """
         return 100.0 * self.correct[key][:, number] / self.points
 
 
@@ -433,7 +458,7 @@ class ViewPair:
         units: Width and height of the second image in pixels, before it is resized to a square.
             Errors are measured in these pixels.
         reference: Length in pixels, such as the longer side of the object's box. Errors are divided
-            by it before they are compared with alpha.
+            by it before they are compared with the tolerance alpha.
         category: Category of the object that both images show, or an empty string.
     """
 
@@ -449,10 +474,10 @@ class ViewPair:
     def is_correct(
         self, places: Points, alphas: Sequence[float]
     ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
-        """Return whether each predicted place is correct at each alpha. Each alpha has its own row.
+        """Return whether each predicted place (column) is correct at each tolerance (row).
 
-        `places` are relative to the side of the second view. A place is correct if its distance to
-        the true place, divided by `reference`, is at most alpha.
+        `places` are relative to the side of the second view. A place is correct at the tolerance
+        alpha if its distance to the true place, divided by `reference`, is at most alpha.
         """
         errors = np.linalg.norm((places - self.truth) * self.units, axis=1) / self.reference
         return errors <= np.array(alphas, np.float64)[:, None]
@@ -461,8 +486,9 @@ class ViewPair:
 def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence) -> ViewPair:
     """Return a pair of views: the central square of an image, and a random warp of this square.
 
-    The warp shows only parts of this square. The random numbers depend only on the seed and the id
-    of the image.
+    The warped view shows no pixels from outside the square. The random numbers depend only on the
+    seed and the id of the image. `size` is the side of both views in pixels. `probe` provides the
+    kind of warp and the number of points.
     """
     generator = image_generator(seed, sample.image_id)
     view = central_square(sample.image, size, share=1.0)
@@ -481,10 +507,10 @@ def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence
 
 
 def make_annotated_pair(sample: Sample, size: int) -> ViewPair:
-    """Return the two images of an annotated pair as views, each resized to a square.
+    """Resize both images of an annotated pair to squares, and return them as a pair of views.
 
-    The aspect ratio is not kept. Errors are therefore measured in pixels of the second image in its
-    original size.
+    The squares have a side of `size` pixels, so the aspect ratio changes. Errors are therefore
+    measured in pixels of the second image at its original size.
     """
     assert sample.pair is not None
     pair = sample.pair
@@ -507,7 +533,7 @@ def make_annotated_pair(sample: Sample, size: int) -> ViewPair:
 
 
 def image_generator(seed: int, image_id: str) -> np.random.Generator:
-    """Return a random number generator that is seeded by the run's seed and the id of an image."""
+    """Return a random number generator that depends only on a seed and the id of an image."""
     digest = hashlib.sha256(f"{seed}\0{image_id}".encode(errors="surrogateescape")).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
@@ -516,9 +542,9 @@ def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Gen
     """Return a random homography that maps points of a square image to points of the warped image.
 
     For "flip", the warped image is a mirror image. Otherwise, it shows a random part of the
-    original, enlarged to the same size. For "crop", the part is a square with a side of at least 1
-    - 2 * `strength` times the original side. For "homography", the part is a quadrilateral. Its
-    corners are those of the original, moved inwards along x and along y by at most `strength` times
+    original, enlarged to the same size. For "crop", the part is a square. Its side is at least
+    (1 - 2 * `strength`) times the original side. For "homography", the part is a quadrilateral. Its
+    corners are the original corners, moved inwards along x and along y by at most `strength` times
     the side.
     """
     if kind == "flip":
@@ -559,9 +585,10 @@ def warp_image(
 
 
 def transform_points(points: Points, matrix: Matrix) -> Points:
-    """Apply a homography to points.
+    """Apply a homography to points (x, y).
 
-    Points whose third homogeneous coordinate becomes 0 or negative are NaN.
+    A point becomes NaN if its third homogeneous coordinate becomes 0 or negative, because it then
+    has no place in the new image.
     """
     homogeneous = np.column_stack([points, np.ones(len(points))]) @ matrix.T
     scale = np.where(homogeneous[:, 2:] > 0, homogeneous[:, 2:], np.nan)
@@ -569,9 +596,9 @@ def transform_points(points: Points, matrix: Matrix) -> Points:
 
 
 def is_inside(points: Points, size: int) -> Bool[np.ndarray, " _points"]:
-    """Return whether each point lies in the square from (0, 0) to (size, size).
+    """Return whether each point (x, y) lies in the square from (0, 0) to (size, size).
 
-    Points that are NaN lie outside.
+    The result is False for points that are NaN.
     """
     x, y = points.T
     return (x >= 0) & (x < size) & (y >= 0) & (y < size)
@@ -584,7 +611,7 @@ def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Ge
 
     Args:
         matrix: Homography from the square image to the warped view.
-        size: Side of both in pixels.
+        size: Side of the square image and of the warped view in pixels.
         count: Number of pixels to draw.
         generator: Source of the random numbers.
     """
@@ -596,7 +623,10 @@ def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Ge
 
 
 class ViewEncoder:
-    """A feature extractor for views. It caches recent features in up to `cache_bytes` bytes."""
+    """A feature extractor for views (square images), with a cache of recently computed features.
+
+    The cache takes at most `cache_bytes` bytes.
+    """
 
     def __init__(self, extractor: FeatureExtractor, cache_bytes: int) -> None:
         self._extractor, self._cache_bytes = extractor, cache_bytes
@@ -604,9 +634,9 @@ class ViewEncoder:
         self._cache: dict[str, ViewFeatures] = {}
 
     def encode(self, pairs: Sequence[ViewPair]) -> dict[str, ViewFeatures]:
-        """Encode all views in the pairs. Return a dictionary from view names to features.
+        """Encode all views (square images) in the pairs, and return their features by view name.
 
-        The names are those in `ViewPair.keys`.
+        `ViewPair.keys` contains the names of the views.
 
         Raises:
             CheckpointError: Features are not finite.
@@ -671,7 +701,7 @@ def cosine_similarities(
     features: Float[Tensor, "batch points dim"],
     target: Float[Tensor, "batch rows cols dim"],
 ) -> Float[Tensor, "batch points rows cols"]:
-    """Return the cosine similarity of each point's features and each target patch's features."""
+    """Return the cosine similarity between the features of each point and of each target patch."""
     patches = unit_vectors(target.flatten(1, 2))
     return (unit_vectors(features) @ patches.mT).unflatten(-1, target.shape[1:3])
 
@@ -679,9 +709,9 @@ def cosine_similarities(
 def argmax_places(
     similarity: Float[Tensor, "batch points rows cols"],
 ) -> Float[Tensor, "batch points 2"]:
-    """Return the centre of the patch that is most similar to each point.
+    """Return the centre (x, y) of the patch that is most similar to each point.
 
-    The coordinates are relative to the width and height of the image.
+    x and y are relative to the width and height of the image.
     """
     rows, cols = similarity.shape[-2:]
     best = similarity.flatten(2).argmax(-1)
@@ -695,7 +725,8 @@ def soft_argmax_places(
     """For each point, return the mean of all patch centres, weighted by a softmax of similarities.
 
     Before the softmax, the similarities are multiplied by a Gaussian around the most similar patch
-    and divided by `temperature`. The Gaussian has a standard deviation of `sigma` patches.
+    and divided by `temperature`. The Gaussian has a standard deviation of `sigma` patches. The
+    result (x, y) is relative to the width and height of the image.
 
     Source: `kernel_softargmax_get_matches_logits` in `utils/keypoints.py` of
     https://github.com/visinf/INSID3 (f1c9622a). That function returns indices of patches instead of
@@ -714,10 +745,14 @@ def soft_argmax_places(
 def draw_matches(
     pair: ViewPair, places: Points, correct: Bool[np.ndarray, " _points"], title: str, path: Path
 ) -> None:
-    """Save a figure of both views, with lines from some points to their predicted places.
+    """Save a figure of a pair of views, with lines from some points to their predicted places.
 
-    `places` contains the predicted places, relative to the side of the second view. `correct`
-    states which of these places are correct.
+    Args:
+        pair: The pair of views (square images).
+        places: Predicted places in the second view, relative to its side.
+        correct: Whether each predicted place is correct, which decides the colour of its line.
+        title: Text above the figure.
+        path: File of the figure.
     """
 
     def coordinates(*points: np.ndarray) -> list[float]:

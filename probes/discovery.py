@@ -34,13 +34,15 @@ AllCounts = Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"]
 class ObjectDiscovery(TokenCut):
     """A probe that finds several objects per image and compares their boxes with all true boxes.
 
-    The classes of objects are ignored. MaskCut gives its masks no confidence. This probe treats
-    masks that MaskCut finds earlier as more confident, which CutLER does not do.
+    The classes of objects are ignored. Average precision needs a confidence for each box, but
+    MaskCut gives none. This probe treats masks that MaskCut finds earlier as more confident, which
+    CutLER does not do.
 
     Attributes:
-        protocol: Name of the preset. "ssl_bench" uses MaskCut with the threshold `tau` of CutLER's
-            commands.
-        method: Algorithm that finds the objects. LOST finds one object in each image.
+        protocol: Name of the preset. "ssl_bench" uses MaskCut with the threshold `tau` that
+            CutLER's authors use in their commands.
+        method: Algorithm that finds the objects. "maskcut" finds several objects in each image, and
+            "lost" finds one.
 
     Source: The metrics are those of CutLER, https://arxiv.org/abs/2301.11320.
     """
@@ -63,17 +65,18 @@ class ObjectDiscovery(TokenCut):
 
     @property
     def role(self) -> str:
-        """Return "boxes", because a dataset needs annotated boxes for this probe.
+        """Return "boxes", the kind of annotation that a dataset must have for this probe.
 
-        For images without boxes, the TokenCut probe already draws the objects.
+        The probe `TokenCut` also accepts images without boxes. It then only draws the found
+        objects.
         """
         return "boxes"
 
     @property
     def num_ranks(self) -> int:
-        """Return the maximum number of boxes that are scored in an image.
+        """Return the maximum number of found boxes that are scored in an image.
 
-        Each of these boxes has its own rank of confidence.
+        The boxes are ranked by confidence, so this is also the number of ranks.
         """
         return min(self.max_objects, MOST_DETECTIONS) if self.method == "maskcut" else 1
 
@@ -84,7 +87,10 @@ class ObjectDiscovery(TokenCut):
         return {**super().settings(), "confidence": "order"}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Find the objects of all images in one pass through the encoder, and score all layers."""
+        """Find the objects of all images, and yield the scores of all layers and facets.
+
+        A facet is a kind of feature, such as keys. Each image passes through the encoder once.
+        """
         results = self.find_objects(context)
         baselines = constant_baselines(results)
         for layer, facet in product(context.layers, self.facets):
@@ -99,15 +105,22 @@ def score_block(
     num_ranks: int,
     baselines: Mapping[str, Baseline],
 ) -> Iterator[Score]:
-    """Yield the average precision and the average recall of one block.
+    """Yield the average precision and average recall of the boxes that were found with one block.
 
-    All annotated images are scored, including those without objects. At most `num_ranks` boxes are
-    scored in each image. Boxes are ranked by confidence: the first box of an image has rank 0, and
-    its further boxes have ranks 1, 2, and so on.
+    All annotated images are scored, including those without objects. Boxes are ranked by
+    confidence: the first box of an image has rank 0, and its further boxes have ranks 1, 2, and so
+    on.
 
-    In `ap`, `ap50` and `ar100`, boxes of different images that have the same rank count as equally
-    confident. `ap_coco` sorts such boxes by image, as pycocotools does. It depends on the order of
-    the images, so it has no interval and no values for single images.
+    In the metrics "ap", "ap50" and "ar100", boxes of different images that have the same rank count
+    as equally confident. "ap_coco" sorts such boxes by image, as pycocotools does. It therefore
+    depends on the order of the images, and has no interval and no values for single images.
+
+    Args:
+        layer: Index of the block.
+        facet: Kind of feature in which the objects were found.
+        results: Objects that were found in each image, with the true boxes.
+        num_ranks: Maximum number of boxes that are scored in an image.
+        baselines: Image-independent baseline of each metric.
     """
     annotated = select_annotated(results)
     cells = [result.cells[cell_name(layer, facet)] for result in annotated]
@@ -138,10 +151,10 @@ def score_block(
 
 
 def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
-    """Return the image-independent baseline of each metric, such as a box in the centre.
+    """Return the image-independent baseline of each metric.
 
-    Among the boxes in `CONSTANT_BOXES`, the one with the highest score is the baseline. It does not
-    depend on the block.
+    There are two candidates in `CONSTANT_BOXES`: a box in the centre of each image, and a box
+    around the whole image. The one with the higher score is the baseline.
     """
     annotated = select_annotated(results)
     true = [to_boxes(result.true_boxes) for result in annotated]
@@ -165,9 +178,10 @@ def to_boxes(corners: Any) -> Boxes:
 
 
 def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: int) -> AllCounts:
-    """Match the found boxes of each image to its true boxes, as `detection_counts` describes.
+    """Match the found boxes of each image to its true boxes, and count the correct ones.
 
-    In each image, the found boxes must be sorted by decreasing confidence.
+    In each image, the found boxes must be sorted by decreasing confidence. The first of them has
+    rank 0. `detection_counts` describes the matching and the counts.
     """
     pairs = zip(found, true, strict=True)
     return np.stack(
@@ -176,9 +190,10 @@ def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: i
 
 
 def merge_ranks(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
-    """Sum the counts of found boxes over all confidence ranks. Row 0 (true boxes) stays unchanged.
+    """Add up the counts of found boxes, so that all boxes count as equally confident.
 
-    All found boxes then count as equally confident.
+    In the counts of an image, row 0 is for true boxes and does not change. Each further row is for
+    one confidence rank of found boxes. The result has a single row for all of these ranks.
     """
     return np.stack([counts[:, 0], counts[:, 1:].sum(1)], axis=1)
 
@@ -190,7 +205,11 @@ _METRICS: dict[str, tuple[Callable[[AllCounts], np.ndarray], Callable[[Any], Any
     "ap50": (lambda counts: counts[:, :, :2], average_precision),
     "ar100": (merge_ranks, average_recall),
 }
-"""Two functions for each metric: one selects counts, one computes a score from their sum."""
+"""Two functions for each metric.
+
+The first selects or merges the counts of each image. The second computes the score from their sum
+over all images.
+"""
 
 
 def detection_counts(

@@ -1,9 +1,9 @@
 """Geometry probe: how are the features of a dataset distributed in each block?
 
-`Geometry` encodes random crops (views) of some images and the central square of every image, and
-yields the scores. `ImageStatistics` collects statistics of the central squares.
-`PositionRegression` is a ridge regression that predicts the position of a patch from its token. The
-functions in `probes/spectra.py` compute the ranks and spectra.
+The probe `Geometry` encodes the central square of every image, and random crops (views) of some
+images. `ImageStatistics` collects statistics of the central squares. `PositionRegression` is a
+ridge regression that predicts the position of a patch from its token. The functions in
+`probes/spectra.py` compute ranks and spectra.
 """
 
 import math
@@ -46,9 +46,9 @@ from ssl_bench.system.files import cache_folder
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
 TOKEN_METRICS = ("outlier_share", "cls_patch_cosine", "register_patch_cosine", "position_r2")
-# Smallest and largest possible value of each metric that has an interval. Ranks and exponents of
-# spectra have no interval. A bootstrap sample has fewer distinct images, which lowers every rank,
-# so a bootstrap interval would be too low.
+# Smallest and largest possible value of each metric that has a confidence interval. Ranks and
+# exponents of spectra have no interval. A bootstrap sample has fewer distinct images, which lowers
+# every rank, so a bootstrap interval would be too low.
 _RANGES: Mapping[str, Interval] = {
     "alignment": (0.0, 4.0),
     "uniformity": (-8.0, 0.0),
@@ -57,7 +57,7 @@ _RANGES: Mapping[str, Interval] = {
     "register_patch_cosine": (-1.0, 1.0),
     "position_r2": (-math.inf, 1.0),
 }
-_NO_INTERVAL = "it depends on the number of images; compare on as many"
+_NO_INTERVAL = "the score depends on the number of images. Compare scores of equally many images"
 _FEW = "fewer than three images"
 _ZERO = "a vector of zeros has no direction"
 # Reasons for a score of NaN.
@@ -65,16 +65,16 @@ _UNDEFINED = {
     "rankme": "all vectors are zero",
     "alpha_req": "fewer than two eigenvalues above zero within probe.alpha_ranks",
     "effective_rank": "all vectors are the same",
-    "lidar": "the means of the views are those of one image, or do not vary",
+    "lidar": "there is only one image, or the mean of the views is the same for all images",
     "alignment": _ZERO,
     "uniformity": f"fewer than two images, or {_ZERO}",
     "cls_patch_cosine": "the encoder has no [CLS] token",
     "register_patch_cosine": "the encoder has no registers",
-    "position_r2": "images of a single patch",
+    "position_r2": "each image has a single patch",
 }
 # Parts into which the position regression splits the images.
 _PARTS = ("train", "selection", "test")
-# Fraction of all images in "selection", and in "test".
+# Fraction of all images that are in "selection". As many are in "test".
 _HOLDOUT = 0.2
 PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 # If the standard deviation of a channel is smaller than this, relative to its mean, the channel
@@ -98,9 +98,9 @@ class Geometry(Probe):
     images are encoded, too.
 
     Attributes:
-        facet: Features that represent an image by one vector: "cls", "patch_mean", or a facet (kind
-            of feature) inside the block, averaged over the patches. Metrics of patch tokens always
-            use the output of the block.
+        facet: Feature vectors that represent an image, one name or a list: "cls" for the [CLS]
+            token, "patch_mean" for the mean of the patches, or an output from inside the block,
+            averaged over the patches. Metrics of patch tokens always use the output of the block.
         image_size: Side in pixels of the square images that the encoder receives. None for the
             encoder's native size.
         crop_share: Side of the central square, relative to the shorter side of the image.
@@ -109,9 +109,10 @@ class Geometry(Probe):
         views: Number of random crops of each of the `view_images` images. Half of the crops are
             flipped horizontally.
         view_area: Smallest and largest area of a random crop, relative to the image.
-        lidar_delta: Constant that LiDAR adds to the diagonal of the covariance matrix of the views.
-        alpha_ranks: Ranks of the first and the last eigenvalue to which alpha-ReQ fits a power law.
-            The largest eigenvalue has rank 1.
+        lidar_delta: Constant that the metric LiDAR adds to the diagonal of the covariance matrix of
+            the views.
+        alpha_ranks: First and last rank of the eigenvalues to which the metric alpha-ReQ fits a
+            power law. The largest eigenvalue has rank 1.
         pair_images: Number of images for the metric uniformity, which compares all pairs of them.
         outlier_factor: A patch token is an outlier if its norm exceeds this factor times the median
             norm of its image.
@@ -158,7 +159,7 @@ class Geometry(Probe):
         return dataset.images()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Encode the random views and all images, then score the layers one by one.
+        """Encode random views (crops) and the central squares of images, then score each layer.
 
         If a score is undefined for the encoder or the dataset, it is NaN and its details state the
         reason. If the run is killed, the next run reuses all finished views, but encodes the
@@ -187,9 +188,10 @@ class Geometry(Probe):
     def _views_journal(
         self, context: ProbeContext, images: ImageSet, indices: Sequence[int]
     ) -> Journal:
-        """Return the journal file in which the vectors of encoded views are saved.
+        """Return the file in which the feature vectors of random views (crops) are saved.
 
-        It already contains the images that a killed run has finished.
+        It already contains the vectors of images that a killed run has finished. `indices` are the
+        indices of the images whose views are encoded.
         """
         header = {
             "encoder": encoder_id(context.encoder.identity()),
@@ -316,7 +318,7 @@ class Geometry(Probe):
     def _token_scores(
         self, layer: int, statistics: "ImageStatistics", context: ProbeContext
     ) -> Iterator[Score]:
-        """Yield the scores of the patch tokens of one layer."""
+        """Yield the scores of the patch tokens of one layer, such as the share of outliers."""
         cell, encoder = (layer, "token"), context.encoder
         outliers = statistics.per_image[layer, "outlier_share"].double().numpy()
         count = len(outliers)
@@ -350,10 +352,10 @@ class Geometry(Probe):
 
 
 def _rank_limit(images: int, dim: int) -> dict[str, Any]:
-    """Return the largest possible rank of image vectors (the detail "rank_limit" of a score).
+    """Return the largest possible rank of image vectors, as details to store with a score.
 
-    It is the number of images or the dimension of the vectors, whichever is smaller. The detail
-    "limited_by_images" is true if it is the number of images.
+    "rank_limit" is the number of images or the dimension `dim` of the vectors, whichever is
+    smaller. "limited_by_images" states whether there are fewer images than dimensions.
     """
     return {"rank_limit": min(images, dim), "limited_by_images": images < dim}
 
@@ -365,10 +367,11 @@ def _score(
     num_images: int,
     details: dict[str, Any],
 ) -> Score:
-    """Convert the estimate of a metric to a score.
+    """Convert the estimate of a metric to a `Score`.
 
-    If the estimate is a `Jackknife`, the score has a 95 % interval. The interval is limited to the
-    range of the metric.
+    If the estimate is a `Jackknife`, the score has a 95 % confidence interval, which is clipped to
+    the possible values of the metric. If the estimate is NaN, the details state the reason. `cell`
+    is the layer and the facet (kind of feature).
     """
     if isinstance(estimate, Jackknife):
         value, margin = estimate.value, estimate.margin
@@ -387,15 +390,14 @@ def _score(
 
 
 def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[int]]:
-    """Choose random images for each purpose. Return their indices in ascending order.
-
-    If there are fewer than three images, all of them are in "train".
+    """Choose random images for each part of the probe, and return their indices.
 
     Returns:
-        Indices under five keys. The images in "views" are encoded as random crops. All pairs of
-        images in "pairs" are compared for uniformity. "train", "selection" and "test" divide all
-        images into three parts for the position regression. Its penalty is selected on "selection".
-        It is then trained on "train" and "selection", and scored on "test".
+        Indices in ascending order under five keys. The images in "views" are encoded as random
+        crops. All pairs of images in "pairs" are compared for the metric uniformity. "train",
+        "selection" and "test" divide all images into three parts for the position regression. Its
+        penalty is selected on "selection". It is then trained on "train" and "selection", and
+        scored on "test". If there are fewer than three images, all of them are in "train".
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_images, generator=generator).tolist()
@@ -414,10 +416,11 @@ class ImageStatistics:
 
     Attributes:
         moments: Mean and covariance of the image vectors, by layer and facet (kind of feature).
-        paired: Image vectors for the metric uniformity, by layer and facet, in CPU memory.
-        per_image: Values of all images, by layer and metric of patch tokens, such as
-            "outlier_share". The values are in CPU memory.
-        regressions: Position regression of each layer.
+        paired: Image vectors of the images that the metric uniformity compares, in CPU memory, by
+            layer and facet.
+        per_image: One value for each image, in CPU memory. The keys are a layer and a metric of
+            patch tokens, such as "outlier_share".
+        regressions: For each layer, the regression from patch tokens to the positions of patches.
     """
 
     def __init__(
@@ -437,9 +440,10 @@ class ImageStatistics:
         indices: Sequence[int],
         part: str,
     ) -> None:
-        """Encode a batch of images and update all statistics.
+        """Encode a batch of images, and update all statistics.
 
-        `part` is the part of the position regression to which these images belong, such as "train".
+        `indices` are the indices of these images in the dataset. `part` states how the position
+        regression uses them: "train", "selection" or "test".
         """
         features, sums = extractor.extract_unchecked(pixels)
         rows = [row for row, index in enumerate(indices) if index in self._paired_indices]
@@ -460,7 +464,10 @@ class ImageStatistics:
             self.per_image.setdefault(cell, nan)[list(indices)] = batch
 
     def _patch_values(self, features: Features) -> dict[LayerMetric, Float[Tensor, " batch"]]:
-        """Return the patch token metrics of each image, by layer and metric."""
+        """Compute the metrics of patch tokens for each image, such as the share of outliers.
+
+        The keys of the result are a layer and the name of a metric.
+        """
         values: dict[LayerMetric, Float[Tensor, " batch"]] = {}
         for layer, facets in features.items():
             patches = facets["token"]
@@ -510,7 +517,7 @@ def uniformity(vectors: Float64[Tensor, "images dim"]) -> Jackknife:
 
 
 def _normalise_or_nan(vectors: Float64[Tensor, "*batch dim"]) -> Float64[Tensor, "*batch dim"]:
-    """L2-normalise vectors. Zero vectors become NaN."""
+    """L2-normalise vectors. Vectors of zeros have no direction and become NaN."""
     nonzero = vectors.any(-1, keepdim=True)
     return torch.where(nonzero, unit_vectors(vectors), math.nan)
 
@@ -532,9 +539,10 @@ def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
 def patch_cosine(
     tokens: Float[Tensor, "images tokens dim"], patches: Patches
 ) -> Float[Tensor, " images"]:
-    """For each image, return the mean cosine similarity between its tokens and its patches.
+    """For each image, return the mean cosine similarity between `tokens` and its patch tokens.
 
-    `tokens` are [CLS] or register tokens. The cosine similarity with a zero vector is 0.
+    `tokens` are the [CLS] token or the register tokens of each image. The cosine similarity with a
+    vector of zeros is 0.
     """
     # The mean of the dot products of unit vectors is the dot product of their means.
     token_mean = unit_vectors(tokens).mean(1)
@@ -546,8 +554,8 @@ class PositionRegression:
     """Ridge regression that predicts the position of a patch in the image from its token.
 
     Attributes:
-        fit: The fitted regression. None before the first test image.
-        r2: R^2 of the test images, one tensor for each batch.
+        fit: The fitted regression. None until the first test images are added.
+        r2: R^2 of each test image, one tensor for each batch.
     """
 
     def __init__(self) -> None:
@@ -556,19 +564,18 @@ class PositionRegression:
         self._sums = {"train": PositionSums(), "selection": PositionSums()}
 
     def add(self, patches: Patches, part: str) -> None:
-        """Add images to the data of the fit, or score the fitted regression on them.
+        """Use images to fit the regression, or score the fitted regression on them.
 
-        Images of the parts "train" and "selection" are used for the fit, and images of "test" are
-        scored.
-
-        The regression is fitted when the first images of "test" are added.
+        `part` decides between the two. Images of the parts "train" and "selection" are used for the
+        fit, and images of the part "test" are scored. The regression is fitted when the first
+        images of "test" are added.
         """
         if part in self._sums:
             self._sums[part].add(patches)
             return
         if self.fit is None:
             self.fit = fit_positions(self._sums["train"], self._sums["selection"])
-            # The sums take much memory.
+            # Free the sums, because they take much memory.
             self._sums = {}
         self.r2.append(self.fit.r2(patches))
 
@@ -593,7 +600,7 @@ class PositionSums:
     def cross_covariance(self) -> Float64[Tensor, "dim 2"]:
         """Return the covariance between tokens and positions.
 
-        The tokens are not centred, because the mean of the positions is 0 in each image.
+        The mean token need not be subtracted, because the mean of the positions is 0 in each image.
         """
         return self._crossed / self.moments.count
 
@@ -604,8 +611,8 @@ class PositionFit:
 
     Attributes:
         mean: Mean token of the training images.
-        weight: Weights that map a centred token to a position.
-        penalty: Ridge penalty. It applies to channels that are scaled to a variance of 1.
+        weight: Weights that map a token minus `mean` to a position (y, x).
+        penalty: Ridge penalty of the fit, in which each channel was scaled to a variance of 1.
     """
 
     mean: Float64[Tensor, " dim"]
@@ -613,10 +620,10 @@ class PositionFit:
     penalty: float
 
     def r2(self, patches: Patches) -> Float64[Tensor, " images"]:
-        """Return the R^2 of the predicted positions in each image, averaged over x and y.
+        """Return the R^2 of the predicted patch positions in each image, averaged over x and y.
 
-        R^2 is 1 - squared error / variance. An axis with a single patch has no variance and is left
-        out. If an image has a single patch, the result is NaN.
+        R^2 is 1 - squared error / variance. If an image has a single row (or column) of patches, y
+        (or x) has no variance and is left out. For images of a single patch, the result is NaN.
         """
         rows, cols = patches.shape[1:3]
         tokens = to_float64(patches).flatten(1, 2)
@@ -630,7 +637,7 @@ class PositionFit:
 
 
 def fit_positions(train: PositionSums, selection: PositionSums) -> PositionFit:
-    """Select the ridge penalty, and fit the position regression with it.
+    """Select the ridge penalty, and fit the regression from patch tokens to patch positions.
 
     For each penalty, a regression is fitted to `train`. The penalty with the lowest error on
     `selection` is selected. The returned regression is fitted to `train` and `selection` together.
@@ -662,7 +669,14 @@ def _fit_ridge(
     cross_covariance: Float64[Tensor, "dim 2"],
     penalties: Sequence[float],
 ) -> list[PositionFit]:
-    """Fit one ridge regression on standardised channels for each penalty."""
+    """Fit one ridge regression for each penalty, on channels that are scaled to a variance of 1.
+
+    Args:
+        mean: Mean token.
+        covariance: Covariance of the tokens.
+        cross_covariance: Covariance between tokens and positions.
+        penalties: Ridge penalties.
+    """
     deviation = covariance.diagonal().clamp(min=0).sqrt()
     varies = deviation > _CONSTANT_CHANNEL * mean.abs()
     scale = torch.where(varies, 1 / deviation.clamp(min=1e-300), 0.0)

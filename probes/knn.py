@@ -61,7 +61,7 @@ class KNN(Probe):
             the encoder processes the images several times.
         engine: Search engine: "faiss" or "torch". "auto" uses faiss for many images on a CPU.
             The two engines find the same neighbours.
-        guesses: Differences between the preset and the code of its authors.
+        guesses: Texts about differences between the preset and the code of its authors.
 
     Source: `eval_knn.py` of https://github.com/facebookresearch/dino, which scores only the last
     block.
@@ -94,16 +94,17 @@ class KNN(Probe):
         reject_train_images_with_shots(self.shots, self.train_images)
 
     def settings(self) -> dict[str, Any]:
-        # With shots, the name of the metric contains n and k.
+        # With shots, the name of the metric contains the number of shots and k.
         unused = (
             ("shots", "draws") if self.shots is None else ("shots", "neighbours", "train_images")
         )
         return {name: value for name, value in super().settings().items() if name not in unused}
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> Probe:
-        """Leave out default values of `neighbours` that exceed the number of training images.
+        """Return a copy without default values of `neighbours` that are too large for the dataset.
 
-        Return the probe with the remaining values. Values that the user has set are kept.
+        A value is too large if it exceeds the number of training images. `typed` contains the names
+        of the settings that the user has set. If it contains "neighbours", no value is removed.
         """
         if "neighbours" in typed or self.shots is not None:
             return self
@@ -126,15 +127,16 @@ class KNN(Probe):
         return list(itertools.product(sorted(layers), self.facets, metrics))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers. Images are encoded once for each group of layers that fits into memory.
+        """Classify the scored images by k-NN on each layer, and yield the accuracies.
 
-        The top 5 contain the true class of an image if the class has votes and fewer than five
-        classes have more votes. A class without votes is never among the top 5. The top-5 accuracy
-        is NaN if there are fewer than five classes.
+        The images are encoded once for each group of layers whose features fit into memory.
+
+        The true class of an image is among the top 5 if it has votes and fewer than five classes
+        have more votes. The top-5 accuracy is NaN if there are fewer than five classes.
 
         Raises:
-            ConfigurationError: The user set more neighbours than there are training images, or the
-                encoder has no [CLS] token. Default values of `neighbours` do not raise an error.
+            ConfigurationError: A value of `neighbours` exceeds the number of training images, or
+                the encoder has no [CLS] token.
             DataError: A class has fewer training images than `shots`.
         """
         train, val = self.training_images(context.dataset), self.split(context.dataset)
@@ -170,17 +172,18 @@ class KNN(Probe):
         return [k for k in self.neighbours if k <= num_images] or [num_images]
 
     def _shot_neighbours(self, shots: int) -> tuple[int, ...]:
-        """Return the values of k for this number of shots (training images of each class).
+        """Return the values of k (number of nearest neighbours) for a number of shots.
 
-        These are `shots` and all values of `neighbours` below it.
+        A shot is a training image of a class. The values are `shots` itself, and all values of the
+        setting `neighbours` below it.
         """
         return (*sorted(k for k in set(self.neighbours) if k < shots), shots)
 
     def _draw_train_images(self, train: ImageSet, seed: int) -> tuple[int, ...]:
-        """Return the indices of the training images that vote, if `shots` is not set.
+        """Draw at random the training images that vote for classes, and return their indices.
 
         Raises:
-            ConfigurationError: There are fewer training images than `neighbours`.
+            ConfigurationError: There are fewer training images than neighbours that should vote.
         """
         split = TrainingSplit.draw(train, max_images=self.train_images, holdout=0.0, seed=seed)
         num_images = len(split.indices)
@@ -203,9 +206,16 @@ class KNN(Probe):
         bank: LabelledFeatures,
         neighbours: Sequence[int],
     ) -> Iterator[Score]:
-        """Classify the scored images by votes of training images, and yield the accuracies.
+        """Classify images by votes of their nearest training images, and yield the accuracies.
 
-        `queries` are the features of the scored images, and `bank` those of the training images.
+        Args:
+            context: Inputs of the probe, such as the device.
+            layer: Layer of the features.
+            facet: Kind of feature, such as the [CLS] token.
+            queries: Features and classes of the scored images.
+            num_classes: Number of classes.
+            bank: Features and classes of the training images.
+            neighbours: Numbers k of nearest training images that vote. Each has its own scores.
         """
         ranks = knn_ranks(
             queries.to(context.device),
@@ -241,5 +251,5 @@ class KNN(Probe):
 
 
 def _metric_names(neighbours: Sequence[int]) -> list[str]:
-    """Return the metric names, such as "top1_k10", in the order in which accuracies are yielded."""
+    """Return the names of the metrics for each number of neighbours, such as "top1_k10"."""
     return [f"top{top}_k{k}" for k in neighbours for top in TOP_K]

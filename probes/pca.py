@@ -1,7 +1,8 @@
 """PCA maps: three principal components of the patch features, shown as red, green and blue.
 
-The file contains, in this order: the probe (`PCA`), principal components, the split into foreground
-and background, the alignment of colours, and reference maps of other checkpoints.
+The file contains, in this order: the probe (`PCA`), the computation of principal components, the
+split into foreground and background, the alignment of colours, and reference maps. Reference maps
+are saved maps of one encoder, with which the colours of other encoders can be aligned.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,11 +41,17 @@ from ssl_bench.system.files import (
 from ssl_bench.system.process import reraise_out_of_memory
 
 REFERENCE_FILE = "reference.npz"
-"""File next to the figures with maps that the maps of other checkpoints can be aligned with."""
+"""Name of the file, in the folder of figures, with the PCA maps of an encoder.
+
+The colours of other encoders' maps can be aligned with these maps.
+"""
 NUM_COMPONENTS = 3
 PERCENTILES = (1.0, 99.0)
 LOW_VARIANCE = 10.0
-"""If the variance is below this percentage of the mean square, the title of a map states it."""
+"""Percentage below which the title of a map states the variance of the features.
+
+The percentage is variance / mean square. If it is low, all patches are nearly equal.
+"""
 # Lower limit of the default image size (the longer side) in pixels.
 _MIN_DEFAULT_SIZE = 224
 # Features whose variance is below this share of their mean square are constant up to rounding.
@@ -55,7 +62,7 @@ T = TypeVar("T")
 PatchFeatures = Float[Tensor, "_rows _cols _dim"]
 """Features of the patches of one image."""
 Map = Float64[Tensor, "_rows _cols 3"]
-"""Three components of the patches of one image."""
+"""The first three principal components of each patch of one image."""
 Mask = Bool[Tensor, "_rows _cols"]
 Colours = UInt8[np.ndarray, "_rows _cols 3"]
 
@@ -83,11 +90,11 @@ class PCA(Probe):
         background: How to treat patches of the background. "keep" shows them. "first_component"
             removes patches by a threshold on the first component, and fits the components to the
             remaining patches.
-        align_to: Source of the colours with which the maps are aligned: a folder of PCA figures, or
-            the name of a checkpoint. The checkpoint must have been probed on the same images with
-            the same protocol and output folder. Null for the colours of the encoder's own last
-            block.
-        grid: File format of the overview, which shows all images and maps.
+        align_to: Other encoder with whose colours the maps are aligned, as a folder of its PCA
+            figures or the name of its checkpoint. It must have been probed on the same images with
+            the same protocol and output folder. If null, the colours are aligned with the encoder's
+            own last block.
+        grid: File format of the overview figure, which shows all images and maps.
     """
 
     protocol: Literal["image", "batch", "dataset"] = "image"
@@ -102,10 +109,11 @@ class PCA(Probe):
     task = "pca"
     role = "images"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
-    # Records store protocol and facet in separate columns. `align_to` and `grid` only change
-    # figures.
+    # Records (stored results) have separate columns for protocol and facet. `align_to` and `grid`
+    # only change figures.
     excluded_from_identity = ("protocol", "facet", "align_to", "grid")
-    # Default of `image_size` for the encoder. The name of the figure folder states other sizes.
+    # Default of `image_size` for the encoder. If another size is set, the name of the figure folder
+    # states it.
     _default_size: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
@@ -124,7 +132,7 @@ class PCA(Probe):
         return dataset.images()
 
     def settings(self) -> dict[str, Any]:
-        # Records that are older than `squash` do not have this setting.
+        # Records (stored results) that are older than `squash` do not have this setting.
         values = super().settings().items()
         return {name: value for name, value in values if (name, value) != ("squash", None)}
 
@@ -156,7 +164,7 @@ class PCA(Probe):
 
     @property
     def figure_folder(self) -> str:
-        """Return the name of the folder for figures. If `align_to` is set, the name includes it."""
+        """Return the name of the folder for figures. It contains `align_to`, if that is set."""
         if self.align_to is None:
             return self._unaligned_folder
         return f"{self._unaligned_folder}-as-{file_name('-'.join(Path(self.align_to).parts[-2:]))}"
@@ -175,7 +183,7 @@ class PCA(Probe):
         return [f"{blocks_name(layers)}.{extension}" for extension in formats]
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Draw the PCA maps, and score the variance that three components explain."""
+        """Draw the PCA maps, and yield the percentage of variance that three components explain."""
         images = self.split(context.dataset)
         numbers = sample_indices(images.ids, self.panels)
         if len(numbers) < len(images):
@@ -183,8 +191,8 @@ class PCA(Probe):
             context.say(with_hint(line, hint=("--pictures", str(len(images)))))
         samples = [images[number] for number in numbers]
         reference = None if self.align_to is None else self._load_reference(context, samples)
-        # Colours are aligned with the last block, even if that is not requested. A block therefore
-        # has the same colours, whichever blocks are requested.
+        # Colours are aligned with the last block, even if that block is not requested. The colours
+        # of a block therefore do not depend on which other blocks are requested.
         encoder = context.encoder
         stages = [layers for _, layers in encoder.stages(range(encoder.depth))]
         (last,) = (layers[-1] for layers in stages if context.layers[0] in layers)
@@ -215,10 +223,18 @@ class PCA(Probe):
         samples: Sequence[Sample],
         layers: Sequence[int],
     ) -> tuple[dict[int, list[PatchFeatures]], dict[int, Moments]]:
-        """Return the features of the images to draw, and the moments of the whole dataset.
+        """Compute the patch features of images, and return them by layer.
 
-        Both are grouped by layer. Moments (mean and covariance) are computed only for the protocol
-        (variant of the probe) "dataset".
+        Args:
+            context: Inputs of the probe, such as the encoder.
+            images: All images of the dataset.
+            samples: The images to draw.
+            layers: Layers whose features are computed.
+
+        Returns:
+            The features of the images to draw, and the moments (mean and covariance) of all images
+            in the dataset. The moments are empty unless the protocol (variant of the probe) is
+            "dataset".
 
         Raises:
             CheckpointError: Features are not finite.
@@ -248,7 +264,8 @@ class PCA(Probe):
     def _fit(self, features: Sequence[PatchFeatures], moments: Moments | None) -> "BlockMaps":
         """Fit principal components to the features of one block, and project the features on them.
 
-        If `moments` is not None, the components are computed from these moments instead.
+        `features` has one element for each image to draw. If `moments` (mean and covariance of the
+        whole dataset) is given, the components are computed from these moments instead.
         """
         block = BlockMaps([], [], [])
         for group in self._group_images(features):
@@ -268,10 +285,10 @@ class PCA(Probe):
         return block
 
     def _group_images(self, values: Sequence[T]) -> list[Sequence[T]]:
-        """Group values of images so that each group shares one set of principal components.
+        """Group images that share principal components. `values` has one element for each image.
 
-        With the protocol (variant of the probe) "image", each image has its own group. Otherwise
-        there is a single group.
+        With the protocol (variant of the probe) "image", each image has its own components and is a
+        group of its own. Otherwise, all images are in one group.
         """
         return [[value] for value in values] if self.protocol == "image" else [values]
 
@@ -297,11 +314,17 @@ class PCA(Probe):
         samples: Sequence[Sample],
         reference: list[Map] | None,
     ) -> None:
-        """Save a figure for each block and image, an overview figure, and the reference maps.
+        """Save all figures: one for each block and image, and an overview.
 
-        `reference` contains one map for each image. The colours of all maps are aligned with it. If
-        it is None, they are aligned with the encoder's own last map that is not constant. The saved
-        reference maps allow other encoders to use the same colours.
+        Also save reference maps, so that the maps of other encoders can be drawn in similar
+        colours.
+
+        Args:
+            context: Inputs of the probe, such as the output folder.
+            blocks: Principal components and maps of each block.
+            samples: The images to draw.
+            reference: A map for each image, with which the colours are aligned. If None, they are
+                aligned with the last block of the encoder whose map of the image is not constant.
         """
         folder = context.artifacts / self.figure_folder
         # For each image, the last map that is not constant.
@@ -344,17 +367,17 @@ class PCA(Probe):
     def _draw_overview(
         self, context: ProbeContext, folder: Path, rows: Sequence[Sequence[Picture]]
     ) -> None:
-        """Save one figure of all images and maps. Each of the `rows` is one image with its maps."""
+        """Save one figure with all images and maps. A row contains an image and its maps."""
         fitted = {
             "image": "fitted to each image",
             "batch": f"fitted to these {len(rows)} images",
             "dataset": "fitted to the whole dataset",
         }
         is_partial = self.background != "keep"
-        left_out = ", one side of the first component left out" if is_partial else ""
+        left_out = ", without patches on one side of the first component" if is_partial else ""
         line = (
             f"{context.encoder.name}: three principal components of {self.scored_facet} features, "
-            f"{fitted[self.protocol]}{left_out}. Titles: their share of the variance "
+            f"{fitted[self.protocol]}{left_out}. Titles: share of the variance that they explain "
             f"(in brackets: variance in % of the mean square, if below {LOW_VARIANCE:g})"
         )
         # Images with few blocks share a row.
@@ -399,7 +422,7 @@ class Projection:
         return not bool(self.explained.any())
 
     def apply(self, features: Float[Tensor, "rows cols dim"]) -> Map:
-        """Project features on the components, and divide by the standard deviations.
+        """Project the features of an image on the components, and divide by standard deviations.
 
         Components without variance become 0.
         """
@@ -415,7 +438,7 @@ def fit_projection(tokens: Float[Tensor, "tokens dim"]) -> Projection:
 
 
 def principal_components(moments: Moments) -> Projection:
-    """Compute the first three principal components from the moments of features.
+    """Compute the first three principal components from moments (mean and covariance) of features.
 
     In each component, the entry of largest magnitude is positive. The signs therefore do not depend
     on the eigensolver.
@@ -441,9 +464,9 @@ def principal_components(moments: Moments) -> Projection:
 
 
 def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " components *dim"]:
-    """Append zeros until there are values for three components.
+    """Append zeros along the first axis until there are values for three principal components.
 
-    Values are missing if the features have fewer than three channels.
+    Features with fewer than three channels have fewer components.
     """
     missing = torch.zeros(NUM_COMPONENTS - len(values), *values.shape[1:], dtype=torch.float64)
     return torch.cat([values, missing])
@@ -495,9 +518,10 @@ class BlockMaps:
     """Principal components of one block's features, and the PCA maps of the images in the figures.
 
     Attributes:
-        projections: One projection for each image, or a single one for all images.
-        maps: One map for each image.
-        masks: Masks of the patches that a map shows, one for each image.
+        projections: Principal components of each image, or a single element for all images.
+        maps: The map of each image.
+        masks: The mask of each image. It is true for the patches that are drawn, and false for the
+            background.
     """
 
     projections: list[Projection]
@@ -517,10 +541,11 @@ class BlockMaps:
 
 
 def orient_signs(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:
-    """Flip the sign of each component if the sum of its cubed values is negative.
+    """Flip the sign of each principal component if the sum of its cubed values is negative.
 
-    The longer tail of the values is then positive. Only patches within the masks count. Unlike the
-    signs of `principal_components`, these signs do not change if the features are rotated.
+    The longer tail of the values is then positive. Only patches within the masks are considered.
+    Unlike the signs from `principal_components`, these signs do not change if the feature space is
+    rotated.
     """
     values = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
     signs = torch.where(values.pow(3).sum(0) < 0, -1.0, 1.0).double()
@@ -555,10 +580,11 @@ def align_maps(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
 
 
 def to_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
-    """Convert PCA maps to RGB images. All maps share one range of values for each channel.
+    """Convert PCA maps to RGB images. Each component becomes one colour channel.
 
-    The range is from the 1st to the 99th percentile, so that a few extreme patches do not reduce
-    the contrast. Constant channels are grey, and patches outside the masks are black.
+    The 1st percentile of a component over all maps becomes 0, and the 99th percentile becomes 255.
+    A few extreme patches therefore do not reduce the contrast. Constant components become 128
+    (grey), and patches outside the masks are black.
     """
     values = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
     low, high = np.percentile(values.numpy(), PERCENTILES, axis=0)
@@ -572,12 +598,12 @@ def to_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
 
 
 def save_reference(folder: Path, source: str, maps: Mapping[str, Map]) -> None:
-    """Save the aligned maps of an encoder, so that maps of other encoders can be aligned with them.
+    """Save the PCA maps of an encoder, so that the maps of other encoders can be aligned with them.
 
     Args:
         folder: Folder for the file.
-        source: Name of the checkpoint.
-        maps: Maps by image id.
+        source: Name of the encoder's checkpoint.
+        maps: PCA maps by image id.
     """
     arrays: dict[str, Any] = {
         "source": np.array(source),
@@ -588,7 +614,7 @@ def save_reference(folder: Path, source: str, maps: Mapping[str, Map]) -> None:
 
 
 def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]:
-    """Load maps that `save_reference` has saved. Return the checkpoint's name and the maps.
+    """Load PCA maps that `save_reference` has saved. Return the checkpoint's name and the maps.
 
     Args:
         folder: Folder of the file.
@@ -609,13 +635,13 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
     except Exception as error:
         reraise_out_of_memory(error)
         raise DataError(
-            f"cannot read the reference maps in {path}. Probe the checkpoint that probe.align_to "
-            "names again",
+            f"cannot read the reference maps in {path}. Repeat the PCA probe of the checkpoint "
+            "that probe.align_to names",
             hint=("--overwrite",),
         ) from error
     if missing := [image for image in images if image not in maps]:
         raise DataError(
-            f"the maps of {source} lack {len(missing)} of {len(images)} images, such as "
+            f"there are no maps of {source} for {len(missing)} of {len(images)} images, such as "
             f"{missing[0]}. Probe that checkpoint on the same images first",
             hint=("--pictures", "{number}"),
         )
@@ -623,13 +649,14 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
 
 
 def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
-    """Find the folder with the reference maps that `align_to` specifies.
+    """Find the folder with the PCA maps of another encoder, which the setting `align_to` specifies.
 
     Args:
         align_to: A folder with maps, or the beginning of a checkpoint's name in the form
             NAME-SHA256.
-        artifacts: Folder of this encoder's figures. The folders of other encoders are next to it.
-        figure_folder: Name of the folder with the maps, inside the folder of each encoder. It
+        artifacts: Folder of this encoder's figures. The folders of other encoders are in the same
+            parent folder.
+        figure_folder: Name of the subfolder with the maps, which is the same for each encoder. It
             contains the protocol and the facet (kind of feature).
 
     Raises:

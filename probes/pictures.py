@@ -1,4 +1,4 @@
-"""Arrange images with titles in rows, and save them as PNG or SVG."""
+"""Arrange images with titles in rows of a figure, and save the figure as PNG or SVG."""
 
 import base64
 import io
@@ -28,17 +28,18 @@ _SVG_JPEG_QUALITY = 90
 
 @dataclass(frozen=True)
 class Picture:
-    """An image with titles above it.
+    """An image with titles above it, as one part of a figure.
 
-    In the figure, the width of an image is limited to three times `height`. Smaller images, such as
-    maps of patches, are enlarged without blurring.
+    In the figure, the image is resized to the height `height`. Very wide images are resized to a
+    width of three times `height` instead. Images with fewer pixels, such as maps of patches, are
+    enlarged without blurring.
 
     Attributes:
         image: RGB image with values from 0 to 255.
         titles: Lines of text. Lines that are wider than three times `height` are shortened.
         shape: Height and width that define the aspect ratio in the figure. None for the aspect
-            ratio of `image`. Set it to the original height and width of an image that was resized
-            to a square.
+            ratio of `image`. For an image that was resized to a square, set it to the original
+            height and width.
         height: Height of the image in the figure, in pixels.
     """
 
@@ -49,7 +50,7 @@ class Picture:
 
     @property
     def is_map(self) -> bool:
-        """Return whether the image is a small map, whose patches are enlarged without blurring."""
+        """Return whether the image is a small map of patches, to be enlarged without blurring."""
         return self.image.shape[0] < self.height
 
     @property
@@ -64,7 +65,7 @@ class Picture:
 
     @property
     def width(self) -> int:
-        """Return the width in pixels of the tile, which contains the image and its titles."""
+        """Return the width in pixels of the image with its titles."""
         return max([self.size[0], *(2 + round(_length(line)) for line in self.lines)])
 
     def tile(self) -> Image.Image:
@@ -80,12 +81,12 @@ class Picture:
 
 
 def draw_tile(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image.Image:
-    """Draw an image with its titles above it, as a tile (one of the images) of a figure."""
+    """Draw an image with titles above it. The result can be placed in a figure by `save_sheet`."""
     return Picture(image, titles).tile()
 
 
 def draw_heading(text: str) -> Image.Image:
-    """Draw a line of text as an image that can be placed in a figure."""
+    """Draw a line of text as an image. The result can be placed in a figure by `save_sheet`."""
     tile = Image.new("RGB", (2 + round(_length(text)), TITLE_HEIGHT), "white")
     _write(tile, text, 2)
     return tile
@@ -107,7 +108,7 @@ def tile_size(shape: Sequence[int], tile_height: int = TILE_HEIGHT) -> tuple[int
 
 
 def shorten(text: str, width: int) -> str:
-    """Replace the middle of a text by an ellipsis if the text is wider than `width` pixels."""
+    """Replace the middle of a text with an ellipsis if the text is wider than `width` pixels."""
     length = len(text)
     short = text
     while _length(short) > width and length > 2:
@@ -119,8 +120,8 @@ def shorten(text: str, width: int) -> str:
 def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
     """Arrange tiles (images with titles) in rows on a white background, and save them as one PNG.
 
-    The PNG text chunk `TILES` contains left, top, width and height of each image without its
-    titles. Reports use it to cut a single image out of the PNG.
+    A text chunk of the PNG contains the left edge, top edge, width and height of each image without
+    its titles. Reports use these numbers to show a single image of the PNG.
     """
     width = max(sum(tile.width + MARGIN for tile in row) for row in rows) + MARGIN
     height = sum(max(tile.height for tile in row) + MARGIN for row in rows) + MARGIN
@@ -140,10 +141,10 @@ def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
 
 
 def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
-    """Arrange images and their titles below a heading, and save them as one SVG.
+    """Arrange images and their titles in rows below a heading, and save them as one SVG.
 
-    The text can be selected. Small maps are enlarged so that viewers do not blur their patches.
-    Photographs are stored at twice the resolution at which they are displayed.
+    A reader can select and copy the text. Small maps are enlarged so that viewers do not blur their
+    patches. Photographs are stored at twice the resolution at which they are displayed.
     """
     parts = [_svg_text(heading_line, MARGIN, MARGIN + 13)]
     top, right = 2 * MARGIN + TITLE_HEIGHT, 2 * MARGIN + 2 + round(_length(heading_line))
@@ -166,7 +167,7 @@ def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: 
 
 
 def _svg_text(line: str, left: int, baseline: int) -> str:
-    # The width is fixed, because text in a wider font could overlap the next picture.
+    # The width is fixed, because text in a wider font could overlap the next image.
     width = max(1, round(_length(line)))
     place = f'x="{left + 1}" y="{baseline}" textLength="{width}" lengthAdjust="spacingAndGlyphs"'
     return f"<text {place}>{escape(line)}</text>"
@@ -191,7 +192,7 @@ def _svg_image(picture: Picture, left: int, top: int) -> str:
 
 
 def blocks_name(layers: Sequence[int]) -> str:
-    """Return a short name for several blocks, such as "blocks-0-2_5" for 0, 1, 2 and 5."""
+    """Return a short name for several blocks, such as "blocks-0-2_5" for blocks 0, 1, 2 and 5."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:
@@ -203,7 +204,10 @@ def blocks_name(layers: Sequence[int]) -> str:
 
 
 def save_png(image: Image.Image, path: Path, text: PngInfo | None = None) -> None:
-    """Save an image as PNG, with optional text chunks. The file is written atomically."""
+    """Save an image as PNG, with optional text chunks.
+
+    The file is written atomically, so a killed process never leaves an incomplete file.
+    """
     buffer = io.BytesIO()
     # Level 2 takes 40 % of the time of Pillow's default 6, and the file is 8 % larger.
     image.save(buffer, format="PNG", compress_level=2, pnginfo=text)

@@ -1,8 +1,8 @@
 """Dense retrieval: how well do the patches of each block find patches of the same class?
 
-The features of training patches, and the classes of their pixels, are stored in a memory. A patch
-of a scored image gets its class by a vote of its nearest neighbours in this memory. The predicted
-masks are scored as in the probe `segmentation`.
+The features of training patches, and the classes of their pixels, are stored in a memory. Each
+patch of a scored image gets its classes by a vote of its nearest neighbours in this memory. The
+predicted masks are scored as in the probe `segmentation`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,12 +82,12 @@ class Retrieval(Probe):
         engine: Library that finds neighbours, "faiss" or "torch". "auto" selects faiss for large
             searches on a CPU. The similarities that faiss and torch compute may differ in the last
             bit.
-        guesses: Settings that the authors of the protocol do not specify, and differences from
-            their settings.
+        guesses: Texts about settings that the authors of the protocol do not specify, and about
+            differences from their settings.
 
-    The protocol "hbird" adds the metric `miou_matched` (`matched_score`) of
-    https://github.com/vpariza/open-hummingbird-eval. That code counts ignored pixels as class 0.
-    This probe leaves ignored pixels out of the label histograms.
+    The protocol "hbird" adds the metric "miou_matched" of
+    https://github.com/vpariza/open-hummingbird-eval (see `matched_score`). That code counts ignored
+    pixels as class 0. This probe instead leaves them out of the label histograms.
 
     Source: Balazevic et al., "Towards In-Context Scene Understanding",
     https://arxiv.org/abs/2306.01667.
@@ -127,9 +127,10 @@ class Retrieval(Probe):
 
     @property
     def has_matched_metric(self) -> bool:
-        """Return whether the metric `miou_matched` is scored, as only the protocol "hbird" does.
+        """Return whether the probe scores the metric "miou_matched".
 
-        It is the mean IoU after matching the predicted classes to the true classes.
+        This metric is the mean IoU after matching the predicted classes to the true classes. Only
+        the protocol (variant of the probe) "hbird" scores it.
         """
         return self.protocol == "hbird"
 
@@ -141,7 +142,7 @@ class Retrieval(Probe):
         return dataset.train()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Yield the scores of all layers.
+        """Predict masks by nearest neighbours in each layer, and yield the scores of all layers.
 
         Raises:
             ConfigurationError: The memory of training patches has fewer patches than `neighbours`.
@@ -195,7 +196,8 @@ class Retrieval(Probe):
     def _draw_patches(self, training_pass: TrainingPass, seed: int) -> Int64[Tensor, " memory"]:
         """Draw at random the training patches whose features are stored in the memory.
 
-        Return their indices in ascending order, as `find_labelled_patches` numbers them.
+        Return the indices of these patches in ascending order. The patches of all training images
+        are numbered consecutively, as in `find_labelled_patches`.
         """
         labelled = find_labelled_patches(training_pass)
         if not len(labelled):
@@ -224,14 +226,14 @@ class Retrieval(Probe):
         """Predict the masks of all scored images with the memory of each layer, and count pixels.
 
         Args:
-            memory: Unit vectors of the training patches in the memory, by layer.
-            shares: Fraction of the labelled pixels of each of these patches in each class.
-            training_pass: Pass over the training images, whose extractor is used.
+            memory: L2-normalised features of the training patches in the memory, by layer.
+            shares: For each of these patches, the fraction of its labelled pixels in each class.
+            training_pass: Pass over the training images, which provides the feature extractor.
             images: The scored images.
 
         Returns:
             The pixel counts of each image, and the confusion matrix of each layer over all images.
-            The confusion matrices are zero if the metric `miou_matched` is not scored, because only
+            The confusion matrices are zero if the metric "miou_matched" is not scored, because only
             this metric needs them.
         """
         extractor, context = training_pass.extractor, training_pass.context
@@ -265,10 +267,11 @@ class Retrieval(Probe):
         memory: Float[Tensor, "memory dim"],
         shares: Float[Tensor, "memory classes"],
     ) -> Float[Tensor, "batch rows cols classes"]:
-        """Return the share of the votes for each class in each patch.
+        """Return the share of the votes that each class gets, for each patch in `features`.
 
-        The nearest patches in the memory vote, weighted by similarity. The vote of a patch is
-        divided among the classes of its labelled pixels.
+        The voters of a patch are its nearest training patches in the memory. Votes are weighted by
+        similarity. A voter divides its vote among the classes of its labelled pixels, as given by
+        `shares`.
         """
         unit = unit_vectors(features.flatten(0, 2).float())
         if prefers_faiss(unit, memory, self.engine):
@@ -284,7 +287,7 @@ class Retrieval(Probe):
 
 
 def find_labelled_patches(training_pass: TrainingPass) -> Int64[Tensor, " labelled"]:
-    """Read all training masks, and return the indices of patches with a labelled pixel.
+    """Read all training masks, and return the indices of the patches with a labelled pixel.
 
     The patches of all views (crops) of all training images are numbered consecutively.
     """
@@ -312,7 +315,8 @@ def encode_patches(
     Args:
         training_pass: Pass over the training images.
         layers: Layers of the features.
-        patches: Indices of the patches in ascending order, as `find_labelled_patches` numbers them.
+        patches: Indices of the patches in ascending order. The patches of all views (crops) of all
+            training images are numbered consecutively.
         classes: Number of classes.
 
     Raises:
@@ -325,7 +329,7 @@ def encode_patches(
     shares = torch.empty(len(patches), classes)
     per_entry = (training_pass.image_size // extractor.patch_size) ** 2
     entries, counts = (patches // per_entry).unique_consecutive(return_counts=True)
-    # Number of each patch among the patches of its batch.
+    # Index of the view (crop) of each patch in its batch.
     position = (torch.arange(len(entries)) % batch_size).repeat_interleave(counts)
     in_batch = position * per_entry + patches % per_entry
     by_batch = in_batch.split([int(some.sum()) for some in counts.split(batch_size)])
@@ -355,8 +359,9 @@ def matched_score(
 ) -> Score:
     """Return the mean IoU after matching the predicted classes one-to-one to the true classes.
 
-    The score has no interval and no values of single images, because the matching depends on all
-    images.
+    The score has no confidence interval and no values of single images, because the matching
+    depends on all images. `cell` is the layer and the facet (kind of feature). `confusion` contains
+    pixel counts, with true classes as rows.
     """
     value, matched = matched_mean_iou(confusion)
     true, constant = confusion.sum(1), np.zeros_like(confusion)
@@ -372,9 +377,9 @@ def matched_score(
     own_details = {
         "renamed_classes": renamed,
         "absent_classes": "absent_from_both_is_0",
-        "no_interval": "which names match depends on all images",
+        "no_interval": "the matching of predicted and true classes depends on all images",
         **details,
-        # The warnings are about intervals.
+        # The warnings are about confidence intervals, which this score does not have.
         "warnings": [],
         **baseline.as_details(),
     }

@@ -98,9 +98,9 @@ class Steps(StepTraining):
 
     Attributes:
         optimizer: AdamW, or SGD with momentum.
-        schedule: Course of the learning rate after the warmup. "drop" divides it by ten after four
-            fifths of the steps that follow the warmup.
-        warmup: Fraction of the steps in which the learning rate rises.
+        schedule: Shape of the learning rate schedule after the warm-up. "cosine" and "linear"
+            decrease to zero. "drop" divides the rate by ten after 80 % of the remaining steps.
+        warmup: Fraction of the steps that belong to the warm-up, in which the learning rate rises.
         weight_decay: Weight decay of the optimizer.
     """
 
@@ -121,9 +121,11 @@ class Steps(StepTraining):
 
 @dataclass(frozen=True)
 class PatchRegression(LogisticRegression):
-    """Training of heads by logistic regression on patches.
+    """Training of segmentation heads by logistic regression on patches.
 
     Attributes:
+        c_values: Values of C, the inverse strength of the penalty on the weights. One head is
+            trained for each value.
         refit: Whether heads are trained again on all training images after C was selected on the
             held-out images.
     """
@@ -140,14 +142,14 @@ class Segmentation(Probe):
     """A probe that segments images with linear heads on the patch features of each block.
 
     The heads of all blocks and all learning rates are trained together, so the encoder processes
-    each image only once. Without held-out images, the few images in figures are processed again
-    after the learning rate was selected.
+    each image only once. If no images are held out, the learning rate is selected at the end. The
+    few images in figures are then processed again.
 
     Attributes:
         protocol: Name of the preset that sets the default values.
         layers_mode: Blocks whose features each head receives. "single" trains a head on each block.
-            "multi" trains one head on the blocks at 1/4, 1/2, 3/4 and all of the depth up to the
-            last requested layer. "last4" trains one head on the last four blocks up to that layer.
+            "multi" trains one head on four evenly spaced blocks, of which the last is the last
+            requested layer. "last4" trains one head on that layer and the three blocks before it.
         image_size: Side in pixels of the square images that the encoder receives. The default is
             rounded to a multiple of the patch size.
         loss: Training loss, the name of a file in configs/probe/segmentation/loss.
@@ -176,8 +178,9 @@ class Segmentation(Probe):
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Settings that the authors of the protocol do not specify, and differences from the
-            published protocol. $NAME is replaced by the value of the setting NAME.
+        guesses: Texts about settings that the authors of the protocol do not specify, and about
+            differences from the published protocol. $NAME is replaced by the value of the setting
+            NAME.
     """
 
     protocol: str = "ssl_bench"
@@ -236,7 +239,8 @@ class Segmentation(Probe):
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """Return the groups of layers whose features the heads receive.
 
-        A group consists of one layer, or of several layers whose features are concatenated.
+        A group consists of one layer, or of several layers whose features are concatenated. Each
+        group is called a source of features.
         """
         return group_layers(layers, self.layers_mode)
 
@@ -260,11 +264,11 @@ class Segmentation(Probe):
     ) -> Mapping[str, Sequence[int]]:
         shown = [source[-1] for source in self.sources(layers)]
         panels = [self.panel_name(image_id) for image_id in sample_ids(images.ids, self.panels)]
-        # A run of any layer writes the list of training images.
+        # Every run writes the list of training images, whichever layers are requested.
         return {**dict.fromkeys(panels, shown), self.list_name(seed): shown[:1]}
 
     def panel_name(self, image_id: str) -> str:
-        """Return the file name of the figure of a scored image."""
+        """Return the file name of the figure of a scored image, given the id of the image."""
         return figure_file_name(image_id, before=f"{self._file_prefix}-")
 
     def list_name(self, seed: int) -> str:
@@ -279,7 +283,7 @@ class Segmentation(Probe):
         return "-".join([self.protocol, *features])
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Train the heads of all layers, and yield their scores.
+        """Train segmentation heads on the features of each layer, and yield their scores.
 
         Raises:
             DataError: There are too few training images, too few classes, or no labelled pixel.
@@ -292,8 +296,8 @@ class SegmentationRun:
 
     Attributes:
         sources: Groups of layers whose features the heads receive. There is one head for each group
-            and each learning rate or C.
-        split: The training images, and which of them are held out.
+            and each learning rate or value of C.
+        split: The training images, some of which are held out to select the learning rate or C.
         training_pass: Pass over the training images that computes their features and labels.
         head_spec: Loss, normalisation, number of classes and seed of the heads.
         scored_images: Images on which the heads are scored.
@@ -329,7 +333,7 @@ class SegmentationRun:
         )
         self.cache = cache_folder(probe.cache)
         self._unfinished_files: list[Path] = []
-        # Predicted classes of the images in figures, by image id.
+        # Predicted classes of the pixels of images in figures, by image id.
         self._maps: dict[str, UInt8[Tensor, "sources _height _width"]] = {}
 
     def scores(self) -> Iterator[Score]:
@@ -369,8 +373,8 @@ class SegmentationRun:
     def features(self) -> TrainingFeatures:
         """Compute the features of the training images, or load them from the cache.
 
-        If the feature storage (`tier`) is "stream", features are computed later, each time they are
-        read.
+        If the setting `probe.tier` is "stream", the features are not stored. They are computed each
+        time they are read.
         """
         probe = self.probe
         return self.training_pass.run(
@@ -396,9 +400,10 @@ class SegmentationRun:
     def _train_on(
         self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]
     ) -> TrainedHeads:
-        """Train heads on the training views with the indices `entries`.
+        """Train heads on some views (crops) of the training images.
 
-        If a killed run has already trained these heads, load them instead.
+        If a killed run has already trained these heads, load them instead. `entries` contains the
+        indices of the views. View v of the training image number n has the index n * views + v.
         """
         context, journal = self.context, self._open_journal("heads", entries=entries.tolist())
         if journal.entries and "trained" in journal.entries[-1]:
@@ -416,12 +421,14 @@ class SegmentationRun:
     def count_held_out(
         self, heads: TrainedHeads, features: TrainingFeatures
     ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
-        """Count the pixels of each class in the held-out images, for all heads.
+        """Predict the held-out images with all heads, and count the pixels of each class.
 
         The predictions are computed from the stored features of the first view of each image.
 
         Returns:
-            The counts of `class_counts`, summed over the images. None if no images are held out.
+            The numbers of correct, predicted and true pixels of each class, summed over the images.
+            There is one head for each source (layer or group of layers) and each value (learning
+            rate or C). None if no images are held out.
         """
         if not self.split.held_out:
             return None
@@ -445,9 +452,9 @@ class SegmentationRun:
 
         Args:
             heads: Heads from `train`.
-            chosen: Index of the selected learning rate or C of each source (layer or group of
-                layers). Its predictions are kept for the images in figures. If None, no predictions
-                are kept.
+            chosen: For each source (layer or group of layers), the index of the selected learning
+                rate or C. The predictions of this head are kept for the images in figures. If None,
+                no predictions are kept.
 
         Raises:
             DataError: No scored image has a labelled pixel.
@@ -497,7 +504,7 @@ class SegmentationRun:
         return predicted
 
     def prepare(self, sample: Sample) -> ScoredImage:
-        """Convert a dataset sample to the encoder's input, in the form that `predict` expects."""
+        """Resize an image and its mask for the encoder, in the form that `predict` needs."""
         probe = self.probe
         return probe.inference.prepare(sample, probe.image_size, self.context.encoder.mean)
 
@@ -512,11 +519,12 @@ class SegmentationRun:
         Int64[Tensor, "images sources values 3 classes"],
         dict[str, UInt8[Tensor, "sources values _height _width"]],
     ]:
-        """Predict a batch of images with all heads.
+        """Predict the pixels of a batch of images with all heads.
 
         Returns:
-            The pixel counts of each image, and the predicted classes of the images in `kept`, both
-            in CPU memory.
+            Two results in CPU memory. The first contains, for each image and head, the numbers of
+            correct, predicted and true pixels of each class. The second contains the predicted
+            classes of the images whose ids are in `kept`.
         """
         extractor = self.training_pass.extractor
         windows = torch.cat([image.windows for image in batch])
@@ -543,7 +551,8 @@ class SegmentationRun:
     ]:
         """Predict the class of each pixel of one image with all heads.
 
-        Also return the pixel counts of each class, as `class_counts` computes them.
+        Also return the numbers of correct, predicted and true pixels of each class. `features`
+        contains the features of the image's windows by layer.
         """
         by_source = []
         for index, source in enumerate(heads.sources):
@@ -566,11 +575,19 @@ class SegmentationRun:
         miou_held_out: Float64[np.ndarray, " values"] | None,
         shared_details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Yield the scores of the heads of the source (layer or group of layers) number `index`.
+        """Yield the scores of the heads that receive the features of one source.
 
-        The heads of a source differ in their learning rate or C. The metric "miou_oracle" scores
-        the head with the highest mean IoU on the scored images. The other metrics score the head
-        number `chosen`. `miou_held_out` is the mean IoU of each head on the held-out images.
+        A source is a layer or a group of layers. Its heads differ in their learning rate or C. The
+        metric "miou_oracle" scores the head with the highest mean IoU on the scored images. The
+        other metrics score the head that was selected on held-out images, if there are any.
+
+        Args:
+            index: Index of the source.
+            heads: The heads of all sources.
+            counts: Pixel counts of all scored images.
+            chosen: Index of the selected head.
+            miou_held_out: Mean IoU of each head on the held-out images.
+            shared_details: Details that all scores share.
         """
         training, source = self.probe.training, self.sources[index]
         values, hyperparameter = training.values, training.hyperparameter
@@ -605,7 +622,7 @@ class SegmentationRun:
             yield mask_score(cell, metric, counts, (index, choice), names, details)
 
     def _shared_details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
-        """Return the details that all scores share, such as the number of training images."""
+        """Return details to store with every score, such as the number of training images."""
         num_held_out = len(self.split.held_out)
         is_ignored = ~features.present[:: self.probe.views, :IGNORED].any(1)
         num_trained = len(self.split.indices) - (0 if self.probe.training.refit else num_held_out)
@@ -623,10 +640,13 @@ class SegmentationRun:
     # Files
 
     def _draw_panels(self, heads: TrainedHeads, chosen: Sequence[int]) -> None:
-        """Save figures of some images: photograph, ground truth, predictions and a legend.
+        """Save a figure of some images: photograph, ground truth, predictions and a legend.
 
-        If the predictions of an image were not kept, it is predicted again. This happens if a
+        If the predictions of an image are not in memory, they are computed again. This happens if a
         killed run has scored it, or if it was scored before the learning rate or C was selected.
+
+        `chosen` contains the index of the selected learning rate or C of each source (layer or
+        group of layers).
         """
         ids = self.scored_images.ids
         indices = sample_indices(ids, self.probe.panels)
@@ -655,8 +675,8 @@ class SegmentationRun:
 
         Args:
             name: Beginning of the file name.
-            dependencies: Values that the entries of the journal depend on, in addition to the
-                features and the training.
+            dependencies: Values that the unfinished work depends on, in addition to the features
+                and the training. A run with other values uses another file.
         """
         header = {
             "training": repr((self.head_spec, self.probe.training)),
@@ -677,26 +697,34 @@ class SegmentationRun:
 
 
 def _best_indices(counts: Int64[np.ndarray, "sources values 3 classes"]) -> list[int]:
-    """Return the index of the learning rate or C with the highest mean IoU for each source."""
+    """For each source, return the index of the learning rate or C with the highest mean IoU.
+
+    A source is a layer or a group of layers. `counts` contains the numbers of correct, predicted
+    and true pixels of each class, for each source and each learning rate or C.
+    """
     return [_best_index(mean_iou(by_value)) for by_value in counts]
 
 
 def _select_maps(
     predicted: UInt8[Tensor, "sources values height width"], chosen: Sequence[int]
 ) -> UInt8[Tensor, "sources height width"]:
-    """Return the class map of each source for its chosen learning rate or C."""
+    """Return the class maps that were predicted with the selected learning rate or C.
+
+    There is one class map for each source (layer or group of layers). `chosen` contains the index
+    of the selected learning rate or C of each source.
+    """
     return torch.stack([by_value[value] for by_value, value in zip(predicted, chosen, strict=True)])
 
 
 def _best_index(by_value: Float64[np.ndarray, " values"]) -> int:
-    """Return the index of the highest mean IoU, or the first index if several are equal."""
+    """Return the index of the highest mean IoU. If several are equal, return the first of them."""
     return int(np.nan_to_num(by_value, nan=-1.0).argmax())
 
 
 def overlay_classes(
     image: UInt8[np.ndarray, "height width 3"], mask: UInt8[np.ndarray, "height width"]
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Blend the colour of each pixel's class into an image. Ignored pixels do not change."""
+    """Blend an image with the colour of each pixel's class. Ignored pixels do not change."""
     blended = (0.4 * image + 0.6 * _COLOURS[mask]).astype(np.uint8)
     return np.where((mask == IGNORED)[..., None], image, blended)
 
@@ -704,7 +732,7 @@ def overlay_classes(
 def _draw_legend(
     masks: Iterable[UInt8[np.ndarray, "height width"]], class_names: Sequence[str]
 ) -> Image.Image:
-    """Draw a legend with the colours and names of the most frequent classes in some masks."""
+    """Draw a legend with the colours and names of the most frequent classes in the masks."""
     pixels = np.asarray(sum(np.bincount(mask.ravel(), minlength=256) for mask in masks))
     order = np.argsort(-pixels[: len(class_names)], kind="stable")
     classes = [int(number) for number in order if pixels[number] > 0][:_LEGEND_LINES]

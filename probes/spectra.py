@@ -1,7 +1,7 @@
 """Compute condition numbers and ranks in float64 from singular values or eigenvalues.
 
-The probe `conditioning` measures matrices by the functions `condition_number` and `effective_rank`.
-The probe `geometry` measures sets of feature vectors by the other functions.
+The probe `conditioning` measures matrices with the functions `condition_number` and
+`effective_rank`. The probe `geometry` measures sets of feature vectors with the other functions.
 """
 
 import math
@@ -30,13 +30,13 @@ def singular_values(matrices: Float[Tensor, "*batch rows cols"]) -> Values:
 def condition_number(values: Values, size: int) -> Float64[Tensor, "*batch"]:
     """Return the condition number: the largest singular value divided by the smallest.
 
-    A matrix counts as singular if its smallest singular value is at most size * 2.2e-16 times the
-    largest. Rounding errors can turn a zero into such a small value. A zero matrix is singular,
-    too. The condition number of a singular matrix is infinite.
+    The condition number of a singular matrix is infinite. A matrix counts as singular if its
+    smallest singular value is at most size * 2.2e-16 times the largest. The reason is that rounding
+    errors can turn a zero into such a small value. A matrix of zeros is singular, too.
 
     Args:
         values: All singular values of each matrix, in descending order.
-        size: Number of rows or columns, whichever is larger.
+        size: Number of rows or columns of a matrix, whichever is larger.
     """
     largest, smallest = values[..., 0], values[..., -1]
     singular = smallest <= size * torch.finfo(torch.float64).eps * largest
@@ -58,12 +58,12 @@ def effective_rank(values: Values) -> Float64[Tensor, "*batch"]:
 
 
 def rankme(moments: Moments) -> float:
-    """Return RankMe, a smooth rank of a set of vectors. Their mean is not subtracted.
+    """Return RankMe, a smooth version of the rank of a set of vectors.
 
     RankMe is exp(-sum p ln p) with p = s / sum(s) + 1e-7. Here, s are the singular values of the
-    matrix of all vectors. The shares p are not normalised again. The rank is 1 if all vectors are
-    equal, and NaN if all are zero. Without the constant 1e-7, the rank would be at most
-    min(vectors, dim).
+    matrix of all vectors, without subtracting their mean. The shares p are not normalised again.
+    RankMe is about 1 if all vectors are equal, and NaN if all are zero. Without the constant 1e-7,
+    it would be at most min(vectors, dim).
 
     The singular values are computed as square roots of the eigenvalues of the second-moment matrix.
     Singular values below 1e-7 times the largest one are therefore lost in rounding errors.
@@ -78,7 +78,8 @@ def rankme(moments: Moments) -> float:
 def centred_effective_rank(moments: Moments) -> float:
     """Return the effective rank of a set of vectors after subtracting their mean.
 
-    The rank is in [1, min(vectors - 1, dim)]. It is NaN if all vectors are equal.
+    The effective rank is in [1, min(vectors - 1, dim)]. It is NaN if all vectors are equal.
+    `moments` are the mean and covariance of the vectors.
     """
     if is_constant(moments):
         return math.nan
@@ -92,8 +93,8 @@ def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[in
     1 / rank.
 
     Args:
-        moments: Moments of the vectors, which include their covariance.
-        ranks: First and last rank of the fit. The largest eigenvalue has rank 1.
+        moments: Mean and covariance of the vectors.
+        ranks: First and last rank of the eigenvalues to fit. The largest eigenvalue has rank 1.
 
     Returns:
         The exponent, and the first and last rank that were used. Ranks whose eigenvalue is zero are
@@ -117,7 +118,7 @@ def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[in
 
 
 def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
-    """Return LiDAR: the effective rank of image vectors, relative to the spread of their views.
+    """Return LiDAR, a rank of image vectors that takes the spread of their views into account.
 
     LiDAR is exp(-sum p ln p) with p = l / sum(l) + 1e-7. Here, l are the eigenvalues of the matrix
     W^-1/2 B W^-1/2. The vector of an image is the mean of its views. B is the covariance of these
@@ -148,16 +149,15 @@ def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
 
 
 def is_constant(moments: Moments) -> bool:
-    """Return whether all vectors are equal, up to rounding in float32."""
+    """Return whether all vectors are equal up to rounding in float32, given their moments."""
     variance = float(moments.covariance.diagonal().sum())
     return variance <= _CONSTANT * float(moments.energy.diagonal().sum())
 
 
 def _variances(moments: Moments) -> Float64[Tensor, " values"]:
-    """Return the eigenvalues of the covariance, largest first.
+    """Return the eigenvalues of the covariance of vectors, largest first.
 
-    The covariance of n vectors has at most n - 1 nonzero eigenvalues. Further eigenvalues, which
-    would be zero, are left out.
+    The covariance of n vectors has at most n - 1 nonzero eigenvalues. All others are left out.
     """
     covariance = moments.covariance
     return _eigenvalues(covariance, max(1, min(moments.count - 1, len(covariance))))
@@ -174,9 +174,9 @@ def _eigenvalues(matrix: Float64[Tensor, "dim dim"], limit: int) -> Float64[Tens
 
 
 def _rank_with_constant(values: Float64[Tensor, " values"]) -> float:
-    """Return the effective rank of non-negative values, with a small constant added.
+    """Return the effective rank of non-negative values, with a small constant added to each share.
 
-    The values are divided by their sum, and `SHARE_EPS` is added to each share. The rank is the
-    exponential of the entropy of the shares.
+    The values are divided by their sum, and `SHARE_EPS` is added to each of these shares. The
+    effective rank is the exponential of the entropy of the shares.
     """
     return float(torch.special.entr(values / values.sum() + SHARE_EPS).sum().exp())

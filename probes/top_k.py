@@ -30,12 +30,15 @@ def top_k_score(
 ) -> Score:
     """Return a score with the top-k accuracy in percent, or NaN if there are fewer than k classes.
 
+    The details of the score contain the accuracy of a baseline that always predicts the k most
+    frequent classes.
+
     Args:
         layer: Layer of the score.
         facet: Facet (kind of feature) of the score.
         metric: Name of the metric.
         hits: Whether the true class of each image is among its first k predictions.
-        labels: True class of each image. The baseline always predicts the k most frequent classes.
+        labels: True class of each image.
         top: Value of k.
         num_classes: Number of classes.
         details: Further details to store with the score.
@@ -50,7 +53,10 @@ def top_k_score(
 
 
 def shot_metric_name(metric: str, shots: int) -> str:
-    """Append the number of shots to the name of a metric, as in "top1_k1_5shot"."""
+    """Append the number of shots to the name of a metric, as in "top1_k1_5shot".
+
+    The number of shots is the number of training images of each class.
+    """
     return f"{metric}_{shots}shot"
 
 
@@ -58,8 +64,8 @@ def average_over_draws(draws: Sequence[Sequence[Score]], shots: int) -> Iterator
     """Yield the mean of each score over several draws (random samples) of training images.
 
     The confidence interval of the mean is Student's t interval over the draws. The interval over
-    scored images is stored as the detail "ci95_over_images". A detail that differs between the
-    draws becomes a list with one item for each draw, and its name gets the suffix "_by_draw".
+    the scored images is stored as the detail "ci95_over_images". If a detail differs between the
+    draws, it becomes a list with one item for each draw, and its name gets the suffix "_by_draw".
 
     Args:
         draws: Scores of each draw. All draws have the same metrics in the same order.

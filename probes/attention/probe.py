@@ -41,11 +41,11 @@ FACET = "cls"
 PERCENTILES = (1.0, 99.0)
 _TILE_HEIGHT = 192
 _TILES_PER_ROW = 4
-# Height of the tiles in a sheet of all blocks.
+# Height of the maps in a figure of all blocks.
 _SHEET_TILE_HEIGHT = 160
 # If a map varies by less than this share of its largest value, it is constant up to rounding.
 _CONSTANT = 1e-5
-# Shares of the mass that differ by less than this value are equal up to rounding.
+# Sums of attention that differ by less than this value are equal up to rounding.
 _ROUNDING = 1e-9
 
 Maps = Float64[Tensor, "*some rows cols"]
@@ -61,8 +61,9 @@ class Attention(Probe):
         truth: Masks to compare with: "classes" for class masks, "object" for masks of one object,
             or "none". In class masks, all classes except class 0 count as the object. The default
             depends on the dataset. It is "none" if class 0 is not called background.
-        mass: Fraction of a head's attention to all patches that its mask covers. The mask consists
-            of the fewest patches that reach this fraction.
+        mass: Fraction of the attention that the mask of a head covers, relative to the head's
+            attention to all patches. The mask consists of the fewest patches that reach this
+            fraction.
         panels: Number of images to draw in figures. They are spread over the dataset. With
             `truth="none"`, only these images are encoded. If the number is 0, all images are
             encoded and none is drawn.
@@ -88,7 +89,7 @@ class Attention(Probe):
 
     task = "attention"
     keeps_images = True
-    # `truth` is excluded, because both kinds of masks have the same metrics.
+    # `truth` is excluded, because scores with both kinds of true masks are comparable.
     excluded_from_identity = (*Probe.excluded_from_identity, "truth", "panels")
 
     @classmethod
@@ -100,7 +101,8 @@ class Attention(Probe):
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Attention":
         """Return a copy with `truth="none"` if class 0 of the dataset is not called background.
 
-        If the probe does not use class masks, or if the user has set `truth`, return it unchanged.
+        If the probe does not use class masks, or if the user has set `truth`, return the probe
+        unchanged. `typed` contains the names of the settings that the user has set.
         """
         if self.truth != "classes" or "truth" in typed:
             return self
@@ -118,7 +120,7 @@ class Attention(Probe):
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
         if self.truth == "none":
-            # Only drawn images are encoded.
+            # Only the images in figures are encoded, so their number affects the scores.
             settings["panels"] = self.panels
         if self.image_size is not None:
             del settings["max_side"]
@@ -145,14 +147,17 @@ class Attention(Probe):
         return replace(self, image_size=side)
 
     def prepare(self, sample: Sample, patch_size: int) -> Float[Tensor, "3 height width"]:
-        """Resize an image to multiples of the patch size, by bicubic interpolation."""
+        """Resize an image so that its sides are multiples of the patch size.
+
+        Return its RGB values in [0, 1]. The interpolation is bicubic.
+        """
         sides = self.resize.output_size(*sample.image.shape[:2])
         height, width = (max(patch_size, side - side % patch_size) for side in sides)
         return resize_bicubic(sample.image, height, width)
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder for figures. It includes `image_size`, if that is set."""
+        """Return the name of the folder for figures. It contains `image_size`, if that is set."""
         return self.protocol if self.image_size is None else f"{self.protocol}-{self.image_size}px"
 
     def pictures(
@@ -167,7 +172,7 @@ class Attention(Probe):
         return figures
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all requested layers, with one forward pass per image.
+        """Score the attention maps of all requested layers, with one forward pass for each image.
 
         Raises:
             UnfitEncoder: A block has no softmax attention between all tokens of an image.
@@ -183,8 +188,8 @@ class Attention(Probe):
             line = f"attention: only {len(numbers)} of {len(images)} images are encoded"
             context.say(with_hint(line, hint=("--pictures", str(len(images)))))
         results: dict[int, list[ImageResult]] = {layer: [] for layer in context.layers}
-        # Any facet of the blocks would do. "cls" is small, and the extractor checks that it is
-        # finite.
+        # Any kind of feature would do, because only the attention is used. "cls" is small, and the
+        # extractor checks that it is finite.
         record = AttentionRecorder(context.extractor(context.layers, "cls"))
         for sample, pixels in self._read(context, images, numbers):
             weights = self._patch_maps(
@@ -216,7 +221,10 @@ class Attention(Probe):
         pixels: Float[Tensor, "3 height width"],
         weights: Mapping[int, Float[Tensor, "1 heads 1 tokens"]],
     ) -> dict[int, Maps]:
-        """Return the attention of [CLS] to the patches in each block, as heads x rows x cols."""
+        """Return the attention of [CLS] to the patches, with shape heads x rows x cols, by block.
+
+        `pixels` is the image, and `weights` contains the attention of [CLS] to all tokens by block.
+        """
         grid = pixels.shape[1] // encoder.patch_size, pixels.shape[2] // encoder.patch_size
         prefix = encoder.num_prefix_tokens
         return {
@@ -225,9 +233,10 @@ class Attention(Probe):
         }
 
     def _object_mask(self, sample: Sample) -> UInt8[np.ndarray, "height width"] | None:
-        """Return the true mask with 1 for the object, 0 for the background, and `IGNORED`.
+        """Return the true mask of the object in an image, or None if the probe uses no true masks.
 
-        Return None if the probe uses no true masks.
+        The value of a pixel is 1 for the object, 0 for the background, and `IGNORED` if it is not
+        scored.
         """
         if self.truth == "none":
             return None
@@ -245,7 +254,10 @@ class Attention(Probe):
         weights: Mapping[int, Maps],
         results: Mapping[int, "ImageResult"],
     ) -> None:
-        """Draw the attention maps of one image: a figure for each block, and one for all blocks."""
+        """Draw the attention maps of one image: a figure for each block, and one for all blocks.
+
+        `weights` contains the maps of each block, and `results` contains their scores.
+        """
         folder = context.artifacts / self.folder
         shape = (sample.image.shape[0], sample.image.shape[1])
         photograph = Picture(sample.image, (sample.image_id,), shape, _TILE_HEIGHT)
@@ -270,8 +282,8 @@ class Attention(Probe):
             for number, row in enumerate(zip_longest(*columns))
         ]
         line = (
-            f"{context.encoder.name}: attention of [CLS] to the patches. In each map, the least is "
-            "dark blue and the most is yellow"
+            f"{context.encoder.name}: attention of [CLS] to the patches. In each map, the lowest "
+            "attention is dark blue and the highest is yellow"
         )
         path = folder / _sheet_name(list(weights), sample.image_id)
         save_sheet([[draw_heading(line)], *rows], path)
@@ -295,8 +307,10 @@ class ImageResult:
     Attributes:
         jaccard: Jaccard index (IoU) in percent between the true mask and the mask of each head.
             None without a true mask.
-        jaccard_mean_map: The same for the mask that is computed from the mean of all heads' maps.
-        constant: The same for the image-independent baseline masks, by name.
+        jaccard_mean_map: Jaccard index in percent between the true mask and the mask of the mean
+            map, which is the mean over all heads. NaN without a true mask.
+        constant: Jaccard index in percent between the true mask and each image-independent baseline
+            mask, by the name of the baseline.
         has_object: Whether the true mask has a pixel of the object.
         entropy: Entropy of the map of each head, divided by the logarithm of the number of patches.
         patch_share: Fraction of each head's attention that goes to patches. The rest goes to [CLS]
@@ -314,10 +328,10 @@ class ImageResult:
 
     @property
     def notes(self) -> list[str]:
-        """Return texts for the titles of the attention maps, such as ": Jaccard 45 %".
+        """Return a text for the title of each attention map, such as ": Jaccard 45 %".
 
-        The first text belongs to the mean map, and the others belong to the heads. The texts are
-        empty without a true mask.
+        The first text is for the mean map over all heads, and the others are for the maps of the
+        heads. The texts are empty without a true mask.
         """
         if self.jaccard is None:
             return [""] * (1 + len(self.entropy))
@@ -358,16 +372,20 @@ def image_result(
 
 
 def patch_shares(maps: Maps) -> Float64[Tensor, "*some patches"]:
-    """Divide each attention map by its sum. A map that is zero everywhere becomes constant."""
+    """Divide each attention map by its sum.
+
+    A map that is zero everywhere becomes constant, so that all maps have the sum 1.
+    """
     values = maps.flatten(-2)
     totals = values.sum(-1, keepdim=True)
     return torch.where(totals > 0, values / totals.clamp(min=1e-300), 1 / values.shape[-1])
 
 
 def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
-    """Return, for each attention map, the fewest patches that contain `mass` times its sum.
+    """Return a mask for each attention map: the fewest patches that reach `mass` times its sum.
 
-    Patches of equal attention are taken in row-major order.
+    The patches with the highest attention are taken first. Patches of equal attention are taken in
+    row-major order.
 
     Source: `threshold` in visualize_attention.py of DINO.
     """
@@ -382,13 +400,13 @@ def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
 def mask_counts(
     masks: Bool[Tensor, "heads rows cols"], truth: UInt8[np.ndarray, "height width"]
 ) -> Counts:
-    """Compare patch masks with a true mask at its full size, and return pixel counts.
+    """Compare masks of patches with a true mask of pixels, and count the pixels.
 
-    A pixel belongs to the patch that contains its centre ("nearest-exact" of torch).
+    A pixel belongs to the patch that contains its centre.
 
     Returns:
-        A row for each mask, as in `ObjectCounts`: pixels of the object in both masks, in the patch
-        mask and in the true mask, and all scored pixels.
+        Four numbers for each mask of patches: the pixels in both masks, the pixels in the mask of
+        patches, the pixels in the true mask, and all scored pixels.
     """
     heads, rows, cols = masks.shape
     numbers = torch.arange(rows * cols, dtype=torch.float32).view(1, 1, rows, cols)
@@ -406,7 +424,10 @@ def mask_counts(
 
 
 def entropy_share(maps: Maps) -> Float64[np.ndarray, " *some"]:
-    """Return the entropy of each attention map, divided by log N, its maximum for N patches."""
+    """Return the entropy of each attention map, divided by its maximum.
+
+    The maximum for N patches is log N. It is reached if all patches get the same attention.
+    """
     shares = patch_shares(maps)
     most = math.log(max(2, shares.shape[-1]))
     return (torch.special.entr(shares).sum(-1) / most).numpy()
@@ -422,10 +443,10 @@ def is_constant(maps: Maps) -> Bool[Tensor, " *some"]:
 
 
 def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool) -> Iterator[Score]:
-    """Yield the scores of a block over all images.
+    """Yield the scores of the attention maps of one block, averaged over all images.
 
     With true masks, these are the Jaccard indices in `METRICS` and the entropy. Without them, only
-    the entropy is scored.
+    the entropy is scored. `results` contains the scores of each image.
     """
     num_images = len(results)
     shared = {"degenerate_percent": 100 * float(np.mean([one.is_degenerate for one in results]))}
@@ -469,9 +490,9 @@ def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool)
 
 
 def to_colours(one_map: Float64[Tensor, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
-    """Colour an attention map with viridis, as DINO's script does.
+    """Convert an attention map to an RGB image with the colour map viridis, as DINO's script does.
 
-    The colours span the 1st to the 99th percentile of the map.
+    The 1st percentile of the map is dark blue, and the 99th percentile is yellow.
     """
     values = one_map.numpy()
     low, high = np.percentile(values, PERCENTILES)

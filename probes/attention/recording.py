@@ -43,12 +43,13 @@ def attention_weights(
 ) -> Weights:
     """Return softmax(q k^T scale + bias) over all tokens, in float32 or higher precision.
 
-    The arguments except `queries` are those of `torch.nn.functional.scaled_dot_product_attention`.
+    Apart from `queries`, the arguments are the same as those of
+    `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
         query: Queries of all tokens, batch x heads x tokens x width.
         key: Keys of all tokens.
-        queries: Slice of the queries whose weights are returned.
+        queries: Slice of the tokens whose attention weights are returned. By default [CLS].
         attn_mask: Bias of the logits, or a boolean mask of the keys that a query attends to.
         is_causal: Whether a token attends only to itself and to earlier tokens.
         scale: Factor of the logits. By default 1 / sqrt(width).
@@ -73,15 +74,15 @@ def attention_weights(
 class AttentionRecorder:
     """A callable that runs an encoder and returns the attention weights of its blocks.
 
-    Each block must compute attention between all tokens of an image exactly once. The following are
-    recognised as attention: calls of `scaled_dot_product_attention` and
+    Each block must compute attention between all tokens of an image exactly once. The following
+    calls are recognised as attention: `scaled_dot_product_attention`,
     `multi_head_attention_forward` (as in `torch.nn.MultiheadAttention`), and a softmax of a tokens
     x tokens matrix for each head.
 
     Args:
-        extractor: Feature extractor of the requested blocks. Its facet (kind of feature) does not
-            matter.
-        queries: Slice of the queries whose weights are returned.
+        extractor: Feature extractor of the requested blocks. The kind of feature that it extracts
+            does not matter.
+        queries: Slice of the tokens whose attention weights are returned. By default [CLS].
     """
 
     def __init__(self, extractor: FeatureExtractor, queries: slice = CLS) -> None:
@@ -92,6 +93,8 @@ class AttentionRecorder:
     ) -> dict[int, Weights]:
         """Run the encoder, and return the attention weights of each requested layer.
 
+        `ids` are image ids for error messages.
+
         Raises:
             UnfitEncoder: A block has no softmax attention between all tokens of an image.
             CheckpointError: Features are not finite.
@@ -101,7 +104,7 @@ class AttentionRecorder:
         patches = (images.shape[-2] // stride) * (images.shape[-1] // stride)
         calls = _Calls(extractor.encoder.num_prefix_tokens + patches, self._queries)
         with _track_running_block(extractor, calls), calls:
-            # A second pass in float32 would record its weights, too.
+            # There must be no second pass in float32, because its weights would be stored, too.
             _, sums = extractor.extract_in_one_precision(images)
         hint = ("dtype=float32",) if extractor.dtype == torch.float16 else ()
         extractor.require_finite(to_host([sums])[0], ids, hint=hint)
@@ -110,7 +113,7 @@ class AttentionRecorder:
 
 @contextmanager
 def _track_running_block(extractor: FeatureExtractor, calls: "_Calls") -> Generator[None]:
-    """Inside a `with` block, keep `calls.layer` equal to the index of the block that is running."""
+    """In a `with` statement, set `calls.layer` to the index of the block that is running."""
     blocks = extractor.encoder.module.get_submodule("blocks")
     handles = []
 
@@ -132,7 +135,7 @@ def _track_running_block(extractor: FeatureExtractor, calls: "_Calls") -> Genera
 
 
 class _Calls(TorchFunctionMode):
-    """A `TorchFunctionMode` that stores the attention weights of the running block.
+    """A `TorchFunctionMode` that intercepts PyTorch functions and stores attention weights.
 
     Attributes:
         layer: Index of the running block. It is None while no requested block runs.
@@ -143,7 +146,8 @@ class _Calls(TorchFunctionMode):
         self.layer: int | None = None
         self._num_tokens, self._queries = num_tokens, queries
         self._weights: dict[int, list[Weights]] = {}
-        # For each layer, the numbers of queries and keys of attention without all tokens.
+        # For each layer, the numbers of queries and keys of a call that does not include all
+        # tokens.
         self._other_tokens: dict[int, tuple[int, int]] = {}
 
     def __torch_function__(
@@ -190,9 +194,9 @@ class _Calls(TorchFunctionMode):
             self._append(weights[:, :, self._queries].float())
 
     def _includes_all_tokens(self, num_queries: int, num_keys: int) -> bool:
-        """Return whether a call computes attention between all tokens of an image.
+        """Return whether a call of an attention function includes all tokens of an image.
 
-        If not, store the numbers of queries and keys for the error message.
+        If not, store the numbers of queries and keys for the error message of `get_weights`.
         """
         if num_queries == num_keys == self._num_tokens:
             return True
@@ -205,7 +209,7 @@ class _Calls(TorchFunctionMode):
             self._weights.setdefault(self.layer, []).append(weights.detach())
 
     def get_weights(self, layer: int, encoder: Encoder) -> Weights:
-        """Return the stored attention weights of a layer.
+        """Return the stored attention weights of a layer. `encoder` is used in error messages.
 
         Raises:
             UnfitEncoder: The layer has computed no softmax attention between all tokens, or has

@@ -1,4 +1,4 @@
-"""Measure the agreement of clusters and classes, with 95 % intervals, from a contingency table.
+"""Measure how well clusters agree with classes, with 95 % intervals, from a contingency table.
 
 For each combination of a cluster and a class, a contingency table contains the number of images (or
 pixels) that belong to both.
@@ -26,7 +26,10 @@ Assignment = Int64[np.ndarray, "*tables clusters"]
 Scores = Float64[np.ndarray, "*tables"]
 
 IMAGES_PER_PAIR = 3
-"""Minimum number of images per pair of a cluster and a class that an interval requires."""
+"""Minimum number of images for each pair of a cluster and a class.
+
+If there are fewer images, scores have no confidence interval.
+"""
 # Differences of entropies below this number of nats are rounding errors.
 _ROUNDING_NATS = 1e-12
 # Tables with more cells are compared with fewer random tables.
@@ -48,19 +51,22 @@ def contingency_table(
     num_clusters: int,
     num_classes: int,
 ) -> Table:
-    """Return the number of images in each pair of a cluster (row) and a class (column)."""
+    """Count the images that belong to each pair of a cluster (row) and a class (column).
+
+    `clusters` and `classes` contain the cluster and the class of each image.
+    """
     cells = clusters * num_classes + classes
     counts = np.bincount(cells, minlength=num_clusters * num_classes)
     return counts.reshape(num_clusters, num_classes).astype(np.int64)
 
 
 def nmi(table: Table) -> Scores:
-    """Return the normalised mutual information in percent, or NaN if there is only one class.
+    """Return the normalised mutual information of clusters and classes, in percent.
 
-    The mutual information is divided by the mean of the entropies of clusters and classes. The
-    score of random clusters increases with the number of clusters and classes, and decreases with
-    the number of images. For example, it is 44 for 1,000 random clusters and 1,000 classes with 50
-    images each.
+    The mutual information is divided by the mean of the entropies of clusters and classes. Random
+    clusters do not have a score of 0. Their score increases with the number of clusters and
+    classes, and decreases with the number of images. For example, it is 44 for 1,000 random
+    clusters and 1,000 classes with 50 images each. The score is NaN if there is only one class.
     """
     information, mean = _information(table)
     is_defined = _has_classes(table)
@@ -70,7 +76,7 @@ def nmi(table: Table) -> Scores:
 
 
 def ami(table: Table) -> Scores:
-    """Return the adjusted mutual information in percent.
+    """Return the adjusted mutual information of clusters and classes, in percent.
 
     The score subtracts the expected mutual information of random clusters of the same sizes. Random
     clusters therefore score 0 on average. For very many images, the score equals `nmi`. It is NaN
@@ -91,9 +97,11 @@ def ami(table: Table) -> Scores:
 
 
 def ari(table: Table) -> Scores:
-    """Return the adjusted Rand index, which is 1 for equal partitions and 0 on average by chance.
+    """Return the adjusted Rand index of clusters and classes.
 
-    The index is NaN if there is only one class.
+    It is 1 if the clusters equal the classes, and 0 on average for random clusters. It is NaN if
+    there is only one class, or if random clusters reach the maximum, for example because each class
+    has one image.
 
     Source: Hubert and Arabie, Journal of Classification 2, 1985.
     """
@@ -118,10 +126,10 @@ def purity(table: Table) -> Scores:
 
 
 def match_clusters(table: Table) -> Assignment:
-    """Return the class of each cluster in the one-to-one matching with the highest accuracy.
+    """Match clusters one-to-one to classes, and return the class of each cluster.
 
-    The Hungarian algorithm finds this matching. If there are more clusters than classes, the
-    remaining clusters get -1.
+    The Hungarian algorithm finds the matching with the highest accuracy. If there are more clusters
+    than classes, the remaining clusters get -1.
     """
     assignment = np.full(table.shape[:-1], -1)
     for index in np.ndindex(table.shape[:-2]):
@@ -133,18 +141,19 @@ def match_clusters(table: Table) -> Assignment:
 def majority_classes(table: Table) -> Assignment:
     """Return the most frequent class of each cluster. Several clusters may share a class.
 
-    With this assignment, scores grow with the number of clusters. Scores are perfect if each image
-    has its own cluster.
+    If clusters predict these classes, scores increase with the number of clusters. Scores are
+    perfect if each image has its own cluster.
     """
     return table.argmax(-1)
 
 
 def class_ious(table: Table, assignment: Assignment) -> Float64[np.ndarray, "*tables classes"]:
-    """Return the IoU of each class in percent, where each cluster predicts its assigned class.
+    """Return the IoU of each class in percent, if each cluster predicts its assigned class.
 
-    The IoU is 0 for a class without a cluster, and NaN for a class that does not occur. Images in
-    clusters without an assigned class count as wrong. The code of STEGO instead treats them as an
-    additional class (https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py).
+    The IoU is 0 for a class without a cluster, and NaN for a class that does not occur. If a
+    cluster has no assigned class, its images (or pixels) count as wrong. The code of STEGO instead
+    treats them as an additional class
+    (https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py).
     """
     is_assigned = assignment[..., None] == np.arange(table.shape[-1])
     correct = (table * is_assigned).sum(-2)
@@ -154,12 +163,15 @@ def class_ious(table: Table, assignment: Assignment) -> Float64[np.ndarray, "*ta
 
 
 def miou(table: Table, assignment: Assignment) -> Scores:
-    """Return the mean of `class_ious` in percent over the classes that occur."""
+    """Return the mean IoU in percent over the classes that occur.
+
+    Each cluster predicts the class in `assignment`.
+    """
     return mean_without_nan(class_ious(table, assignment))
 
 
 def accuracy(table: Table, assignment: Assignment) -> Scores:
-    """Return the percentage of images, or pixels, whose cluster is assigned to their true class."""
+    """Return the percentage of images (or pixels) whose cluster is assigned to their true class."""
     is_assigned = assignment[..., None] == np.arange(table.shape[-1])
     return np.asarray(100.0 * (table * is_assigned).sum((-2, -1)) / table.sum((-2, -1)))
 
@@ -175,17 +187,19 @@ SCORES: Mapping[str, Callable[[Table], Scores]] = MappingProxyType(
         "miou_majority": lambda table: miou(table, majority_classes(table)),
     }
 )
-"""Functions that compute the metrics. The keys are the names of the metrics."""
+"""Functions that compute the metrics from a contingency table, by the names of the metrics."""
 
 
 def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[str, Baseline]:
-    """Return the better of two baselines that ignore the images, for each metric.
+    """Return the score of the better of two image-independent baselines, for each metric.
 
-    The first baseline assigns images to random clusters of the same sizes. Its expected score is 0
-    for `ami` and `ari`. For `nmi`, it is computed exactly. Other metrics are averaged over 100
-    random contingency tables, or 10 if the table is large. For these other metrics only, the second
-    baseline puts all images into one cluster. It has a high score if one class is frequent. If
-    there is only one class, `ami`, `ari` and `nmi` are undefined and left out.
+    The first baseline assigns images to random clusters with the sizes of the actual clusters. Its
+    expected score is 0 for "ami" and "ari", and computed exactly for "nmi". For all other metrics,
+    it is the mean over 100 random contingency tables, or 10 if the table is large.
+
+    The second baseline puts all images into one cluster. It has a high score if one class is
+    frequent. It is used for all metrics except "ami", "ari" and "nmi". If there is only one class,
+    these three metrics are undefined and left out.
     """
     used = table[table.sum(1) > 0][:, table.sum(0) > 0]
     draws = 100 if used.size <= _MANY_CELLS else 10
@@ -246,14 +260,14 @@ def _count_pairs(counts: np.ndarray | np.int64) -> np.ndarray | np.float64:
 def expected_information(
     rows: Int64[np.ndarray, "*tables rows"], cols: Int64[np.ndarray, "*tables cols"]
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
-    """Return the expected mutual information in nats of two random partitions.
+    """Return the expected mutual information of random partitions with given sizes, in nats.
 
     The expected value is the mean over all permutations of the items. Several pairs of partitions
     (contingency tables) may be given at once. Terms that occur repeatedly are computed only once.
 
     Args:
-        rows: Sizes of the parts of the first partition.
-        cols: Sizes of the parts of the second partition.
+        rows: Sizes of the parts of the first partition, such as clusters.
+        cols: Sizes of the parts of the second partition, such as classes.
 
     Source: Vinh, Epps and Bailey, Journal of Machine Learning Research 11, 2010, equation 24.
     """
@@ -267,9 +281,10 @@ def expected_information(
 
 
 def _expected_terms(*sizes: Int64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
-    """Return the term of the expected mutual information for each cell of a contingency table.
+    """Return the terms whose sum is the expected mutual information of a contingency table.
 
-    `sizes` are the totals of the cell's row, of its column and of its table.
+    There is one term for each cell of the table. `sizes` are three arrays: the sum of the cell's
+    row, the sum of its column, and the sum of its table.
     """
     row, col, total = (part.astype(float) for part in np.broadcast_arrays(*sizes))
     mean = row * col / np.maximum(total, 1)
@@ -318,7 +333,10 @@ def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 
 
 def _expand_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """Approximate the result of `_sum_terms` for large means, by a Taylor series of three terms."""
+    """Approximate the expected value that `_sum_terms` computes, for cells with a large mean count.
+
+    The approximation is a Taylor series with three terms around the mean.
+    """
     mean, variance = row * col / total, _variance(row, col, total)
     skew = variance * (total - 2 * row) * ((total - 2 * col) / total) / (total - 2)
     return (variance / (2 * mean) - skew / (6 * mean**2) + variance**2 / (4 * mean**3)) / total
@@ -327,17 +345,18 @@ def _expand_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 def estimate_entropy(
     counts: Int64[np.ndarray, "*tables cells"],
 ) -> Float64[np.ndarray, "*tables"]:
-    """Estimate the entropy in nats of the distribution from which a sample was drawn.
+    """Estimate the entropy in nats of a discrete distribution from the counts of a sample.
 
-    Values that the sample does not contain contribute, too. Their contribution is estimated from
-    the numbers of values that occur once and twice.
+    Values that the sample does not contain contribute to the entropy, too. Their contribution is
+    estimated from the number of values that occur once and the number of values that occur twice.
 
     Source: Chao, Wang and Jost, Methods in Ecology and Evolution 4, 2013.
     """
     total = np.asarray(counts.sum(-1), float)
     terms = counts * (digamma(total)[..., None] - digamma(np.maximum(counts, 1)))
     once, twice = (np.asarray((counts == number).sum(-1), float) for number in (1, 2))
-    # If no cell has a count of 2, one of the cells with a count of 1 is treated like such a cell.
+    # If no value occurs twice, one of the values that occur once is treated as if it occurred
+    # twice.
     adjusted_once = np.where(twice > 0, once, once - 1)
     adjusted_twice = 2 * np.maximum(twice, 1)
     denominator = (total - 1) * np.maximum(adjusted_once, 0) + adjusted_twice
@@ -350,8 +369,8 @@ def _sum_tail(
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
     """Compute the sum of (1 - share)^(r - total + 1) / r over all integers r >= total.
 
-    `estimate_entropy` needs it for the values that the sample does not contain. It is computed as
-    an integral over s = exp(v) / total.
+    `estimate_entropy` uses this sum for the values that the sample does not contain. The sum is
+    computed as an integral over s = exp(v) / total.
     """
     v = np.linspace(-50, 5, 500)
     s, rest = np.exp(v) / total[..., None], 1 - share[..., None]
@@ -359,7 +378,7 @@ def _sum_tail(
     return terms.sum(-1) * (v[1] - v[0])
 
 
-# 95 % intervals over images. The clusters are fixed.
+# 95 % confidence intervals for the random choice of the images. The clusters are fixed.
 #
 # An interval should contain two values: the limit of the score for infinitely many images, and the
 # mean score of other image sets of the same size. In the limit, `ami` and `nmi` are equal. With few
@@ -369,9 +388,10 @@ def _sum_tail(
 
 
 def few_images_warning(table: Table, images: int) -> list[str]:
-    """Return a list with one warning if there are too few images for a confidence interval.
+    """Return a list with a warning if there are too few images for a confidence interval.
 
-    Otherwise, return an empty list.
+    Otherwise, return an empty list. `table` is a contingency table, and `images` is the number of
+    images.
     """
     pairs = int((table.sum(1) > 0).sum() * (table.sum(0) > 0).sum())
     required = max(FEW_IMAGES, IMAGES_PER_PAIR * pairs)
@@ -384,10 +404,10 @@ def few_images_warning(table: Table, images: int) -> list[str]:
 
 
 def image_intervals(table: Table) -> dict[str, Interval | None]:
-    """Return the 95 % confidence intervals of `ami` and `ari` for clustered images.
+    """Return the 95 % confidence intervals of "ami" and "ari" for clustered images.
 
-    `nmi`, `purity` and the matched mean IoU have no interval. For few images, these metrics have a
-    large bias. An interval would not contain the value that they have for very many images.
+    Other metrics have no interval. For few images, they have a large bias, so an interval would not
+    contain the value that they have for very many images.
     """
     cells = np.argwhere(table)
     repeats = table[tuple(cells.T)]
@@ -413,10 +433,10 @@ def image_intervals(table: Table) -> dict[str, Interval | None]:
 
 
 def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | None]:
-    """Return the 95 % confidence intervals for clustered patches, whose pixels are scored.
+    """Return the 95 % confidence intervals of all metrics for clustered patches.
 
     The intervals come from a jackknife over images. Clusters are matched to classes by the labels
-    of the scored images, so the matching is repeated for each left-out image. `miou_majority` has
+    of the scored images, so the matching is repeated for each left-out image. "miou_majority" has
     no interval, because one image can change the majority class of a cluster. The score can then
     change by more than half the width of a jackknife interval.
 
@@ -445,7 +465,10 @@ def _batch_slices(number: int, cells: int) -> Iterator[slice]:
 def _leave_one_out(
     table: Table, images: Iterable[Table], scores: Mapping[str, Callable[[Table], Scores]]
 ) -> dict[str, Jackknife]:
-    """Compute each score for all images, and again with each single image left out."""
+    """Compute each score for all images, and again with each single image left out.
+
+    `images` yields batches with the contingency table of each single image.
+    """
     left_out: dict[str, list[Scores]] = {name: [] for name in scores}
     for batch in images:
         for name, score in scores.items():
@@ -457,7 +480,7 @@ def _leave_one_out(
 
 
 def _estimate_limit(table: Table) -> Scores:
-    """Estimate the value that `nmi` would have for infinitely many images."""
+    """Estimate the value that the score `nmi` would have for infinitely many images."""
     cluster_entropy, class_entropy, joint_entropy = (
         estimate_entropy(counts) for counts in (table.sum(-1), table.sum(-2), _flatten_cells(table))
     )
@@ -466,9 +489,10 @@ def _estimate_limit(table: Table) -> Scores:
 
 
 def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
-    """Return a jackknife interval that contains a score and its bias-corrected value.
+    """Return a confidence interval around a score and its bias-corrected value.
 
-    On both sides, it extends beyond these two values by `jackknife.margin`.
+    It extends beyond both values by `jackknife.margin`. It is clipped to the possible values of the
+    metric `name`.
     """
     center = jackknife.value + jackknife.correction
     return _span_interval(name, jackknife, center, jackknife.margin)
@@ -477,10 +501,10 @@ def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
 def _span_interval(
     name: str, jackknife: Jackknife, center: float, margin: float
 ) -> Interval | None:
-    """Return the smallest interval that covers two intervals, clipped to the metric's range.
+    """Return the smallest interval that covers two intervals.
 
-    One is the score of `jackknife` plus or minus its margin. The other is `center` plus or minus
-    `margin`.
+    The first is the score of `jackknife` plus or minus its margin. The second is `center` plus or
+    minus `margin`. The result is clipped to the possible values of the metric `name`.
     """
     low = min(jackknife.value - jackknife.margin, center - margin)
     high = max(jackknife.value + jackknife.margin, center + margin)

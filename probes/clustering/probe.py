@@ -59,7 +59,11 @@ Cell = tuple[int, str]
 METRICS = ("ami", "nmi", "ari", "purity", "miou_matched")
 PATCH_METRICS = (*METRICS, "accuracy_matched")
 MAJORITY = "miou_majority"
-"""Additional metric of the protocol "patches" if there are more clusters than classes."""
+"""Metric in which each cluster predicts its most frequent class.
+
+Only the protocol (variant of the probe) "patches" scores it, if there are more clusters than
+classes.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,9 @@ class Clustering(Probe):
     All features are L2-normalised.
 
     Attributes:
-        protocol: What is clustered: "images" with a class label, or "patches" of the training
-            images. With "patches", the pixels of other images are scored.
+        protocol: What is clustered: "images" (the scored images, which have a class label) or
+            "patches" (patches of the training images). With "patches", the patches of the scored
+            images are assigned to the nearest clusters, and their pixels are scored.
         facet: Kind of features, or a list of kinds. For images: cls or patch_mean. For patches:
             token, token_normed, key, query or value. For both: attn_out, attn_skip, mlp_hidden,
             mlp_out, or a submodule of a block.
@@ -111,7 +116,7 @@ class Clustering(Probe):
 
     @classmethod
     def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
-        """Return the settings for a dataset with the given roles (possible uses).
+        """Return the default settings for a dataset, given its roles (the tasks that it supports).
 
         Patches are clustered if the dataset has masks (the role "segmentation") but no class labels
         (the role "classification").
@@ -131,11 +136,11 @@ class Clustering(Probe):
 
     @property
     def cluster_factors(self) -> tuple[int, ...]:
-        """Return the distinct values of `clusters_per_class`."""
+        """Return the distinct values of the setting `clusters_per_class`."""
         return tuple(dict.fromkeys(self.clusters_per_class))
 
     def metrics(self, factor: int) -> tuple[str, ...]:
-        """Return the names of the scored metrics for a number of clusters per class."""
+        """Return the names of the metrics that are scored with `factor` clusters per class."""
         if self.protocol == "images":
             return METRICS
         return PATCH_METRICS if factor == 1 else (*PATCH_METRICS, MAJORITY)
@@ -158,7 +163,7 @@ class Clustering(Probe):
         return {name: value for name, value in super().settings().items() if name != unused}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Cluster the features of all requested layers, and yield the scores.
+        """Cluster the features of all requested layers, and yield the agreement with the classes.
 
         Raises:
             ConfigurationError: There are fewer images or patches than clusters, or the encoder has
@@ -171,7 +176,14 @@ class Clustering(Probe):
             yield from self._score_images(context, self.split(context.dataset))
 
     def _require_at_most(self, most: int, classes: int, items: str, advice: str) -> None:
-        """Raise an error if there would be more clusters than images or patches to cluster."""
+        """Raise a ConfigurationError if there would be more clusters than items to cluster.
+
+        Args:
+            most: Number of items, which are images or patches.
+            classes: Number of classes.
+            items: Description of the items for the error message.
+            advice: End of the error message, which says how to get more items.
+        """
         if (clusters := max(self.cluster_factors) * classes) > most:
             raise ConfigurationError(
                 f"probe.clusters_per_class gives {clusters} clusters, expected at most {most}, the "
@@ -267,12 +279,12 @@ class Clustering(Probe):
         chosen: Int64[Tensor, " chosen"],
         patches: int,
     ) -> dict[Cell, Float16[Tensor, "chosen _dim"]]:
-        """Return the L2-normalised features of the chosen training patches.
+        """Return the L2-normalised features of the training patches to cluster.
 
         Args:
-            context: Context of the run, such as the device.
-            extractor: Extractor of the requested layers and facets (kinds of features, such as
-                keys).
+            context: Inputs of the probe, such as the device.
+            extractor: Feature extractor of the requested layers and facets (kinds of features, such
+                as keys).
             images: The training images. Images without a chosen patch are not encoded.
             chosen: Indices of the chosen patches in ascending order. All patches of all images are
                 numbered consecutively.
@@ -314,11 +326,11 @@ class Clustering(Probe):
         centers: Mapping[Cell, Sequence[Float[Tensor, "_centers _dim"]]],
         side: int,
     ) -> tuple["PatchLabels", dict[Cell, Integer[np.ndarray, "kmeans images patches"]]]:
-        """Assign each scored patch to its nearest cluster center.
+        """Assign each patch of the scored images to its nearest cluster center.
 
         Args:
-            context: Context of the run, such as the device.
-            extractor: Extractor of the requested layers and facets (kinds of features).
+            context: Inputs of the probe, such as the device.
+            extractor: Feature extractor of the requested layers and facets (kinds of features).
             images: The scored images.
             centers: Centers of the k-means models of each layer and facet.
             side: Number of patches along a side of an image.
@@ -364,7 +376,13 @@ class Clustering(Probe):
     ) -> Iterator[Score]:
         """Yield the scores of all metrics for one block, facet and number of clusters per class.
 
-        A facet is a kind of feature, such as keys.
+        Args:
+            cell: The block and the facet (kind of feature, such as keys).
+            factor: Number of clusters per class.
+            table: Contingency table of clusters and classes.
+            intervals: Confidence intervals by metric.
+            num_images: Number of scored images.
+            details: Further details to store with the scores.
         """
         baselines = image_independent_baselines(table, self.metrics(factor))
         more = {
@@ -386,7 +404,10 @@ class Clustering(Probe):
 
 
 def metric_name(metric: str, factor: int) -> str:
-    """Return the full name of a metric, with a suffix such as "_x3" for 3 clusters per class."""
+    """Append the number of clusters per class to the name of a metric, such as "_x3" for three.
+
+    For one cluster per class, nothing is appended.
+    """
     return metric if factor == 1 else f"{metric}_x{factor}"
 
 
@@ -395,7 +416,9 @@ def fit_kmeans(
 ) -> "KMeans":
     """Fit k-means with several initialisations, and return the fit with the lowest inertia.
 
-    Some clusters are empty if there are fewer distinct vectors than clusters.
+    If there are fewer distinct vectors than clusters, some clusters are empty. `unit` contains
+    L2-normalised vectors, `count` is the number of clusters, and `restarts` is the number of
+    initialisations.
     """
     # Imported here, so that planning a run does not import scikit-learn.
     from sklearn.cluster import KMeans
@@ -417,7 +440,8 @@ def draw_patches(total: int, most: int, seed: int) -> Int64[Tensor, " chosen"]:
 def unit_patches(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
     """Return the L2-normalised features of all patches of a batch, for one block and facet.
 
-    Facets are kinds of features, such as tokens or keys. The patches are in raster order.
+    `cell` is the block and the facet (kind of feature), such as keys. The patches of an image are
+    in row-major order.
     """
     layer, facet = cell
     return unit_vectors(features[layer][facet].flatten(0, 2))
@@ -440,11 +464,13 @@ def nearest_centers(
 class PatchLabels(NamedTuple):
     """The number of pixels of each class in each patch, as a sparse list of (patch, class) pairs.
 
+    Pairs without pixels are left out.
+
     Attributes:
         patches: Index of the patch in each pair. The patches of all images are numbered
             consecutively, row by row.
         classes: Index of the class in each pair.
-        pixels: Number of pixels of this class in this patch, for each pair. It is never 0.
+        pixels: Number of pixels of this class in this patch, for each pair.
     """
 
     patches: Int64[np.ndarray, " pairs"]
@@ -455,10 +481,10 @@ class PatchLabels(NamedTuple):
     def from_mask(
         cls, mask: UInt8[np.ndarray, "height width"], rows: int, cols: int
     ) -> "PatchLabels":
-        """Count the pixels of each class in each patch of one image, at the mask's resolution.
+        """Count the pixels of each class in each patch of one image.
 
-        A pixel belongs to the patch that contains the center of the pixel. Pixels of class 255 are
-        ignored.
+        The patch grid has `rows` x `cols` patches, which need not contain whole pixels. A pixel
+        belongs to the patch that contains its center. Pixels of class 255 are ignored.
         """
         down, across = (
             (2 * np.arange(length) + 1) * cells // (2 * length)
@@ -486,7 +512,9 @@ def patch_contingency(
     num_clusters: int,
     num_classes: int,
 ) -> tuple[Table, csr_array]:
-    """Count the pixels in each combination of a cluster and a class.
+    """Count the pixels in each pair of a cluster and a class.
+
+    `labels` contains the pixel counts of each patch, and `clusters` contains its cluster.
 
     Returns:
         The contingency table of all images, and a matrix with the flattened table of each image as

@@ -1,7 +1,7 @@
 """Record the inputs and outputs of transformer blocks in float64, and split the blocks into parts.
 
-`record_blocks` runs the encoder. `decompose_block` splits a block into norms, attention and MLP.
-The parts are used only if they reproduce the output of the block.
+`record_blocks` runs the encoder. `decompose_block` splits a block into norms, attention and MLP. It
+returns these parts only if they reproduce the output of the block.
 """
 
 import copy
@@ -25,13 +25,14 @@ from ssl_bench.system.process import reraise_out_of_memory
 
 Tokens = Float64[Tensor, "tokens dim"]
 Function = Callable[[Tensor], Tensor]
-"""A function of the tokens of one image."""
+"""A function whose input and output are the tokens of one image, or parts of them."""
 
 # Maximum relative difference between the outputs of a block and of its decomposition. In float64,
 # changing the order of operations changes results by about 1e-14.
 _TOLERANCE = 1e-9
-# Attribute names of each part of a block in timm, torch, torchvision and other packages. A wrong
-# match is harmless, because the outputs of the block and of its decomposition are compared.
+# Attribute names of each part of a block in timm, torch, torchvision and other packages. If a part
+# with another meaning has such a name, this is noticed, because the outputs of the block and of its
+# decomposition are compared.
 _NAMES = {
     "norm1": ("norm1", "ln_1", "ln1", "attention_norm", "layernorm_before"),
     "attn": ("attn", "attention", "self_attn", "self_attention"),
@@ -45,11 +46,12 @@ class SoftmaxAttention:
     """A softmax attention layer, split into steps so that its attention matrices are accessible.
 
     Attributes:
-        layer: The original layer. If it has norms of queries and keys, they are applied.
+        layer: The original layer. If it has norms of queries and keys (`q_norm`, `k_norm`), they
+            are applied.
         qkv: Function that computes the queries, keys and values of all heads from the tokens. Its
             output has the shape tokens x (3 * dim).
         proj: Output projection.
-        layer_scale: LayerScale of the output, or the identity.
+        layer_scale: LayerScale (learned factors of the channels) of the output, or the identity.
         num_heads: Number of heads.
     """
 
@@ -86,16 +88,17 @@ class SoftmaxAttention:
 class PreNormBlock:
     """A pre-norm transformer block, split into its parts.
 
-    The block computes y = x + attention(norm1(x)), and then y + mlp(norm2(y)).
+    The block computes y = x + attention(norm1(x)), and then y + mlp(norm2(y)). Blocks without skip
+    connections leave out "x +" or "y +".
 
     Attributes:
         graying: Function that computes x from the input tokens. In most blocks, it is the identity.
             In blocks with token graying, it increases the small singular values of the token
             matrix.
-        attention: Attention, including its LayerScale.
+        attention: Attention, including its LayerScale (learned factors of the channels).
         mlp: MLP, including its LayerScale.
-        skip_attention: Whether the input of attention is added to its output.
-        skip_mlp: Whether the input of the MLP is added to its output.
+        skip_attention: Whether x is added to the output of attention.
+        skip_mlp: Whether y is added to the output of the MLP.
         heads: Attention with accessible matrices. None if the layer is not plain softmax attention.
     """
 
@@ -109,7 +112,7 @@ class PreNormBlock:
     heads: SoftmaxAttention | None
 
     def after_attention(self, tokens: Tensor) -> Tensor:
-        """Return the tokens between the attention and the MLP of the block."""
+        """Return the tokens between the attention and the MLP, given the input of the block."""
         tokens = self.graying(tokens)
         update = self.attention(self.norm1(tokens))
         return tokens + update if self.skip_attention else update
@@ -144,7 +147,7 @@ class BlockRecord:
 
 
 BlockRecords = dict[int, list[BlockRecord]]
-"""Records of each layer, one for each image."""
+"""For each layer, a list with the `BlockRecord` of each image."""
 
 
 def record_blocks(
@@ -160,8 +163,8 @@ def record_blocks(
     depend on the number of tokens. `context` provides only the device and the progress bar.
 
     Returns:
-        For each block, a `BlockRecord` for each image. Also the tokens of all images that enter the
-        encoder's first block.
+        Two results. The first contains a `BlockRecord` for each requested layer and image. The
+        second contains the tokens of all images that enter the encoder's first block.
 
     Raises:
         CheckpointError: Features are not finite.
@@ -202,10 +205,9 @@ def record_blocks(
 
 
 def _copy_module(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module.
+    """Return a deep copy of a module, also if autograd has computed some of its tensors.
 
-    `copy.deepcopy` fails for tensors that autograd has computed. The copy has detached versions of
-    such tensors.
+    `copy.deepcopy` alone fails for such tensors. The copy contains detached versions of them.
     """
     detached = {
         id(leaf): leaf.detach()
@@ -231,8 +233,8 @@ def decompose_block(
         num_heads: Number of attention heads, for layers that do not store this number.
 
     Returns:
-        The decomposed block, or None if the block cannot be split. The second item is the reason
-        why the block or its attention cannot be split, or an empty string.
+        Two results. The first is the decomposed block, or None if the block cannot be split. The
+        second is the reason why the block or its attention cannot be split, or an empty string.
     """
     module: Any = block
     parts: dict[str, Any] = {part: _find_submodule(block, _NAMES[part]) for part in _NAMES}
@@ -274,7 +276,10 @@ def _find_submodule(block: nn.Module, names: Sequence[str]) -> Any:
 
 
 def _make_unbatched(*functions: Any) -> Function:
-    """Chain functions of batches into one function that takes the tokens of a single image."""
+    """Chain functions into one function of the tokens of a single image.
+
+    The given functions are called one after the other, with a batch that contains only this image.
+    """
 
     def run_chain(tokens: Tensor) -> Tensor:
         batch = tokens[None]
@@ -286,9 +291,10 @@ def _make_unbatched(*functions: Any) -> Function:
 
 
 def find_mismatch(function: Function, tokens: Tensor, expected: Tensor) -> str:
-    """Describe how the output of a function differs from the expected output.
+    """Compare the output of a function with the expected output, and describe the difference.
 
-    Return an empty string if both agree.
+    The result is the end of an error message, such as "which gives a different output". It is an
+    empty string if both outputs agree up to rounding. `tokens` is the input of the function.
     """
     # A layer of unknown type can raise any exception.
     try:
@@ -306,8 +312,8 @@ def _expose_attention(
 ) -> tuple[SoftmaxAttention | None, str]:
     """Build a `SoftmaxAttention` from the weights of an attention layer.
 
-    If this is impossible, return None and the reason. The caller must check that the
-    `SoftmaxAttention` reproduces the output of the layer.
+    If this is impossible, return None and the reason. Otherwise, the second result is an empty
+    string. The caller must check that the `SoftmaxAttention` reproduces the output of the layer.
     """
     attention: Any = layer
     if isinstance(layer, nn.MultiheadAttention) and attention.in_proj_weight is not None:

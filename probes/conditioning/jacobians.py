@@ -22,14 +22,15 @@ from ssl_bench.errors import ConfigurationError
 
 _EXACT_LIMIT = 8192
 _ROWS_PER_CHUNK = 128
-# Probability that one of the two Lanczos bounds does not hold.
+# Maximum probability that one of the two Lanczos bounds does not hold.
 _FAILURE = 0.05
 
 
 def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]]:
-    """Return the functions whose Jacobians are scored, by name of the function (facet).
+    """Return the parts of a block whose Jacobians are scored, as functions of tokens.
 
-    Each function comes with the tokens at which its Jacobian is computed:
+    The keys of the result are the names of the functions, which are called facets. The values
+    consist of a function and the tokens at which its Jacobian is computed:
 
     - "attention" and "mlp" map the normed tokens to the output of the attention or the MLP. Their
       Jacobians are K and K-hat in equation 7 of the paper "Cutting the Skip".
@@ -66,13 +67,13 @@ def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]
 
 @contextmanager
 def differentiable_attention() -> Generator[None]:
-    """Inside a `with` block, disable fused attention, which has no forward-mode derivative."""
+    """In a `with` statement, disable fused attention, which has no forward-mode derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 def exact_jacobian(function: Function, x: Tokens) -> Float64[Tensor, "outputs inputs"]:
-    """Return the derivative of each output (row) of a function with respect to each input (column).
+    """Return the Jacobian of a function at the tokens `x`, with outputs as rows.
 
     Outputs and inputs are flattened in row-major order. The computation needs (tokens * dim)^2 * 8
     bytes of memory and one backward pass for each output.
@@ -85,8 +86,8 @@ def exact_jacobian(function: Function, x: Tokens) -> Float64[Tensor, "outputs in
 def exact_spectra(record: BlockRecord) -> dict[str, Float64[Tensor, " values"]]:
     """Return all singular values of each Jacobian of a block.
 
-    The keys of the dictionary are names of functions (facets), such as "attention", as in
-    `block_functions`.
+    The keys of the dictionary are the names that `block_functions` gives to the parts of a block,
+    such as "attention".
 
     Raises:
         ConfigurationError: The number of tokens times their dimension exceeds 8192.
@@ -105,14 +106,18 @@ def exact_spectra(record: BlockRecord) -> dict[str, Float64[Tensor, " values"]]:
 
 
 def rank_details(values: Float64[Tensor, " values"]) -> dict[str, Any]:
-    """Return the rank of a square matrix, its size, and its condition number without zeros.
+    """Return the rank of a square matrix, and its condition number without zero singular values.
 
     The condition number without zeros is the ratio of the largest to the smallest nonzero singular
     value. It is useful for singular matrices, whose condition number is infinite. Singular values
     that are 0 up to rounding count as zeros.
 
     Args:
-        values: Singular values in descending order.
+        values: All singular values of the matrix, in descending order.
+
+    Returns:
+        A dictionary with "rank", "size" (number of rows) and "condition_number_of_rank". It is
+        stored as details of a score.
     """
     noise = len(values) * torch.finfo(torch.float64).eps * values[0]
     rank = int((values > noise).sum())
@@ -122,7 +127,7 @@ def rank_details(values: Float64[Tensor, " values"]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SingularValueBounds:
-    """Bounds of the extreme singular values of a matrix, from Lanczos iterations.
+    """Bounds of the largest and smallest singular value of a matrix, from Lanczos iterations.
 
     Attributes:
         size: Number of rows and of columns of the matrix.
@@ -152,24 +157,25 @@ class SingularValueBounds:
 
     @property
     def condition_number_at_least(self) -> float:
-        """Return a lower bound of the condition number, which holds for every Lanczos start vector.
+        """Return a lower bound of the condition number of the matrix.
 
-        The bound is infinite if the iterations show that the matrix is singular.
+        The bound holds for every start vector of the Lanczos iterations. It is infinite if the
+        iterations show that the matrix is singular.
         """
         ends = torch.tensor([self.largest, self.smallest], dtype=torch.float64)
         return float(condition_number(ends, self.size))
 
     @property
     def condition_number_at_most(self) -> float:
-        """Return an upper bound of the condition number.
+        """Return an upper bound of the condition number of the matrix.
 
-        The bound holds for at least 95 % of all random start vectors.
+        The bound holds for at least 95 % of all random start vectors of the Lanczos iterations.
         """
         ends = [self.largest_at_most, self.smallest_at_least]
         return float(condition_number(torch.tensor(ends, dtype=torch.float64), self.size))
 
     def details(self) -> dict[str, Any]:
-        """Return the bounds as a dictionary, to be stored with the score in a result record."""
+        """Return the bounds as a dictionary, which is stored with a score."""
         excluded = ("size", "effective_rank")
         bounds = {name: value for name, value in vars(self).items() if name not in excluded}
         return {"at_most_with_95_percent": self.condition_number_at_most, **bounds}
@@ -178,8 +184,8 @@ class SingularValueBounds:
 def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, SingularValueBounds]:
     """Bound the smallest and the largest singular value of each Jacobian of a block.
 
-    The keys of the dictionary are names of functions (facets), such as "attention", as in
-    `block_functions`.
+    The keys of the dictionary are the names that `block_functions` gives to the parts of a block,
+    such as "attention". `steps` is the number of Lanczos iterations.
     """
     bounds = {}
     for facet, (function, point) in block_functions(record).items():
@@ -196,7 +202,11 @@ def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, S
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A square matrix, given by functions that multiply a vector by it or by its transpose."""
+    """A square matrix with `size` rows, given by two functions.
+
+    `apply` multiplies the matrix by a vector, and `apply_transposed` multiplies its transpose by a
+    vector.
+    """
 
     size: int
     apply: Function
@@ -204,9 +214,9 @@ class LinearMap:
 
 
 def jacobian_map(function: Function, x: Tokens) -> LinearMap:
-    """Return the Jacobian of a function at `x` as a linear map of flattened tokens.
+    """Return the Jacobian of a function at the tokens `x`, as a linear map of flattened tokens.
 
-    The Jacobian itself is never computed. The map uses Jacobian-vector and vector-Jacobian
+    The matrix of the Jacobian is never computed. The map uses Jacobian-vector and vector-Jacobian
     products.
     """
 
@@ -231,8 +241,8 @@ def bound_singular_values(
 
     The iterations start from a random vector. k steps give a bidiagonal k x k matrix B, whose
     singular values lie between the smallest and the largest singular value of A. The condition
-    number of A is therefore at least that of B. An upper bound of it is finite only if the
-    condition number of A is at most about k / 5.
+    number of B is therefore a lower bound of the condition number of A. There is also an upper
+    bound. It is finite only if the condition number of A is at most about k / 5.
 
     Args:
         matrix: The matrix A.
@@ -281,10 +291,11 @@ def bound_singular_values(
 def _estimate_effective_rank(
     values: Float64[Tensor, " steps"], weights: Float64[Tensor, " steps"], size: int
 ) -> float:
-    """Estimate the effective rank of a matrix by quadrature.
+    """Estimate the effective rank of a matrix from Lanczos iterations, by quadrature.
 
     The effective rank is exp(log S - T / S). S is the sum of all singular values s of the matrix,
-    and T is the sum of s log s.
+    and T is the sum of s log s. Both sums are estimated from the nodes `values` and their `weights`
+    in the quadrature. `size` is the number of rows of the matrix.
     """
     total = size * (weights * values).sum()
     if not total > 0:
@@ -301,6 +312,11 @@ def bidiagonalise(
     For a matrix A, k steps give A V = U B and A^T U = V B^T + b v e_k^T. B is upper bidiagonal. U
     and V have orthonormal columns. Each step takes two matrix-vector products. All steps together
     take steps^2 * size * 8 operations and store 2 * steps * size numbers.
+
+    Args:
+        matrix: The matrix A.
+        start: Start vector. Its direction is the first column of V.
+        steps: Maximum number of steps.
 
     Returns:
         The diagonal of B, and the entries above the diagonal followed by b. The last entry of the

@@ -60,17 +60,19 @@ class Conditioning(Probe):
     except CKA are medians over images and heads.
 
     Attributes:
-        protocol: What is scored. "spectra": attention matrices and outputs of the sub-blocks, and
-            CKA between the input and the output of the block. "jacobian_exact": all singular values
-            of the Jacobians, if there are few tokens. "jacobian_lanczos": bounds of the extreme
-            singular values of the Jacobians, for any number of tokens. "checkpoints": CKA with the
-            same block of another encoder. "mean_log": logarithms of the condition numbers of tokens
-            before and after attention, averaged over blocks 0 to the scored block.
+        protocol: What is scored. "spectra": the attention matrices, the outputs of attention and
+            MLP, and CKA between the input and the output of the block. "jacobian_exact": the
+            Jacobians, from all of their singular values, if there are few tokens.
+            "jacobian_lanczos": the Jacobians, from bounds of their singular values, for any number
+            of tokens. "checkpoints": CKA with the same block of another encoder. "mean_log": the
+            logarithms of the condition numbers of tokens before and after attention, averaged over
+            blocks 0 to the scored block.
         num_images: Number of images, taken from the start of the dataset.
         image_size: Side in pixels of the squares that images are resized to without keeping their
             aspect ratio. The default is rounded to a multiple of the patch size.
         num_steps: Number of Lanczos iterations.
-        compare_to: Address of the other encoder, only for the protocol "checkpoints".
+        compare_to: The other encoder, as on the command line (such as a checkpoint file). Only for
+            the protocol "checkpoints".
         at_initialisation: Whether to score a checkpoint of `ssl-bench pretrain` with its initial
             weights. The configuration in the checkpoint and the seed determine these weights.
     """
@@ -97,7 +99,7 @@ class Conditioning(Probe):
             )
 
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
-        """Raise an error if the encoder's blocks lack attention, or differ in token grid or width.
+        """Check that all blocks of the encoder have attention, and the same token grid and width.
 
         Raises:
             UnfitEncoder: The encoder has blocks without attention, or is divided into stages.
@@ -114,8 +116,8 @@ class Conditioning(Probe):
         return [(layer, *cell) for layer in layers for cell in CELLS[self.protocol]]
 
     def split(self, dataset: Dataset) -> ImageSet:
-        # This is not checked in __post_init__, because protocols are also validated without other
-        # settings.
+        # This is not checked in __post_init__, because the protocol is also validated alone, before
+        # the other settings are known.
         if self.protocol == "checkpoints" and self.compare_to is None:
             raise ConfigurationError(
                 "probe.protocol=checkpoints compares two encoders, but the second one is not set",
@@ -151,7 +153,7 @@ class Conditioning(Probe):
         return {f"{self._file_stem(layers, seed)}{end}": layers for end in (".png", *arrays)}
 
     def _file_stem(self, layers: Sequence[int], seed: int) -> str:
-        """Return the common beginning of the paths of all output files of a run.
+        """Return the path of the output files of a run, without the ends of the file names.
 
         The path is relative to the output folder, `ProbeContext.artifacts`.
         """
@@ -159,7 +161,7 @@ class Conditioning(Probe):
         return f"{self.protocol}{more}/{blocks_name(layers)}"
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score one block after the other, then draw the figure.
+        """Yield the scores of one block after the other, then draw the figure.
 
         A score is NaN if it cannot be computed, for example because a block cannot be split into
         its parts. The details of the score then state the reason.
@@ -168,7 +170,7 @@ class Conditioning(Probe):
         if self.at_initialisation:
             context = replace(context, encoder=_initialise(context.encoder, context.seed))
         samples = self._first_samples(context)
-        # The means of logarithms include earlier blocks, which need not be scored.
+        # The means of logarithms include all earlier blocks, also those that are not scored.
         layers = range(max(context.layers) + 1) if self.protocol == "mean_log" else context.layers
         records, embedded = record_blocks(
             context.encoder, samples, layers, self.image_size, context
@@ -207,9 +209,15 @@ class Conditioning(Probe):
     def _score_spectra(
         self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix
     ) -> Iterator[Score]:
-        """Yield the scores of the protocol (variant of the probe) "spectra".
+        """Yield the scores of the attention matrices and of the outputs of attention and MLP.
 
-        Then save all singular values and the CKA matrix as files.
+        Then save all singular values and the matrix of CKA between all blocks as files.
+
+        Args:
+            context: Inputs of the probe.
+            records: Inputs and outputs of the blocks, by layer.
+            stem: Beginning of the paths of the files.
+            cka: The matrix of CKA.
         """
         spectra: dict[str, Any] = {}
         for layer in context.progress(records, "blocks", len(records)):
@@ -240,7 +248,10 @@ class Conditioning(Probe):
     def _compare_encoders(
         self, context: ProbeContext, samples: Sequence[Sample], records: BlockRecords
     ) -> tuple[list[Score], CkaMatrix]:
-        """Score the CKA of each block with the block of the same index in the other encoder."""
+        """Score the CKA of each block with the block of the same index in the other encoder.
+
+        Return the scores, and the CKA of each block with every block of the other encoder.
+        """
         encoder, other = context.encoder, load_encoder(str(self.compare_to))
         if _name_and_id(other) != self._compared_encoder:
             raise CheckpointError(
@@ -254,7 +265,7 @@ class Conditioning(Probe):
         if counts[0] != counts[1]:
             raise ConfigurationError(
                 f"CKA needs encoders with the same patch size and registers, but {encoder.name} "
-                f"has {counts[0]} tokens and {other.name} {counts[1]}"
+                f"has {counts[0]} tokens and {other.name} has {counts[1]}"
             )
         cka = cka_matrix(outputs, other_outputs, other.name)
         details = {"other": other.name, "other_sha256": other.sha256}
@@ -277,11 +288,14 @@ class Conditioning(Probe):
         num_images: int,
         records: BlockRecords,
     ) -> Iterator[Score]:
-        """Yield NaN for each score that could not be computed, and print the reasons."""
+        """Yield a score of NaN for each score that could not be computed, and print the reasons.
+
+        `finished` contains the scores that have been computed.
+        """
         computed = {(score.layer, score.facet, score.metric) for score in finished}
         missing = [cell for cell in self.cells(context.layers) if cell not in computed]
         reasons = {cell: self._explain_missing(*cell[:2], records) for cell in missing}
-        # Results with the same reason share a message.
+        # Scores with the same reason are named in one message.
         for reason in dict.fromkeys(reasons.values()):
             cells = [cell for cell in missing if reasons[cell] == reason]
             layers, facets = (
@@ -301,7 +315,7 @@ class Conditioning(Probe):
             yield make_score(*cell, math.nan, None, num_images, {"undefined": reason})
 
     def _explain_missing(self, layer: int, facet: str, records: BlockRecords) -> str:
-        """Return the reason why a facet (a part of a block) has no score."""
+        """Return the reason why a facet (part of a block, such as its attention) has no score."""
         if self.protocol == "checkpoints":
             return "the other encoder has no such block"
         if facet == "block":
@@ -317,7 +331,7 @@ class Conditioning(Probe):
 
 
 def _initialise(encoder: Encoder, seed: int) -> Encoder:
-    """Return a copy of the encoder with new initial weights, as at the start of a run.
+    """Return a copy of the encoder with new initial weights, as at the start of its pretraining.
 
     The encoder must be a checkpoint of `ssl-bench pretrain`.
 
@@ -336,7 +350,7 @@ def _initialise(encoder: Encoder, seed: int) -> Encoder:
 
 
 def _name_and_id(encoder: Encoder | EncoderIdentity) -> str:
-    """Return the name of an encoder, followed by a hash that changes if the checkpoint changes."""
+    """Return the name of an encoder, followed by a hash that identifies its checkpoint."""
     return f"{encoder.name} {encoder_id(encoder.identity())[:16]}"
 
 
@@ -349,10 +363,11 @@ def _append_ending(stem: Path, ending: str) -> Path:
 
 
 def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix | None) -> None:
-    """Plot each metric against the block index, in a chart of its own.
+    """Save a figure with a chart for each metric, plotted against the block index.
 
-    Each facet (part of a block, such as its MLP) has a line with a 95 % band. Infinite values are
-    marked at the top of a chart. If a CKA matrix is given, it also has its own chart.
+    In each chart, each facet (part of a block, such as its MLP) has a line with a 95 % confidence
+    band. Infinite values are marked at the top of a chart. If a matrix of CKA is given, it has its
+    own chart.
     """
     # pyplot is not used, because it would change the backend and the open figures of the caller.
     from matplotlib.figure import Figure
@@ -381,7 +396,11 @@ def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix 
 
 
 def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> None:
-    """Draw the chart of one metric. Each part of a block has the same colour in all charts."""
+    """Draw the chart of one metric.
+
+    Each facet (part of a block, such as its MLP) has the same colour in all charts, because
+    `facets` contains the facets of all charts.
+    """
     metric = scores[0].metric
     for facet in dict.fromkeys(score.facet for score in scores):
         facet_scores, number = [s for s in scores if s.facet == facet], facets.index(facet)

@@ -1,7 +1,7 @@
 """Compute the scores of a transformer block from its matrices, Jacobians and tokens.
 
 Each protocol (variant) of the probe `Conditioning` has its own function, such as `spectra_scores`.
-`linear_cka` compares two representations of the same tokens.
+`linear_cka` measures the similarity of two representations of the same tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ JACOBIANS = (*BLOCK_JACOBIANS, "perturbation")
 AROUND_ATTENTION = ("before", "after")
 MEAN_LOG = "mean_log_condition_number"
 _MEAN_LOG_GUESSES = (
-    "natural logarithms, their mean over blocks, of the tokens before attention and after its skip",
-    "which images, and their number",
+    "natural logarithms of condition numbers, averaged over blocks, before and after attention",
+    "the choice and the number of the images",
 )
 ESTIMATE = "_estimate"
 _RANKS = ("condition_number", "effective_rank")
@@ -54,9 +54,12 @@ CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
     "checkpoints": [("token", "cka_with_checkpoint")],
     "mean_log": [(facet, MEAN_LOG) for facet in AROUND_ATTENTION],
 }
-"""Facets and metrics of each protocol."""
+"""The scores of each protocol (variant of the probe), as pairs of a facet and a metric.
 
-# Number of values of a spectrum that a record stores.
+A facet is a part of a block, such as its attention.
+"""
+
+# Number of singular values of a spectrum that are stored with a score.
 _STORED_VALUES = 16
 EQUAL_TOKENS = "all tokens are the same"
 # Reasons for a score of NaN, by the beginning of the metric's name.
@@ -79,7 +82,7 @@ def make_score(
     num_images: int,
     details: Mapping[str, Any],
 ) -> Score:
-    """Return a score without a unit. If the value is NaN, its details state the reason."""
+    """Return a `Score` without a unit. If the value is NaN, its details state the reason."""
     if np.isnan(value):
         reasons = [_UNDEFINED[name] for name in _UNDEFINED if metric.startswith(name)]
         details = {**({"undefined": reasons[0]} if reasons else {}), **details}
@@ -87,9 +90,10 @@ def make_score(
 
 
 def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
-    """Return the median of a metric over images and heads as a score.
+    """Return a score with the median of a metric over images and heads.
 
-    The details of the score contain the value for each image and head.
+    `numbers` contains the value for each image and head. They are also stored in the details of the
+    score. Further keyword arguments become details, too.
     """
     value, ci95 = median_with_ci95(numbers)
     more = {"per_image": numbers.tolist(), **details}
@@ -101,11 +105,11 @@ def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **detai
 def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
     """Return the median of all values of all images, and its 95 % interval from the sign test.
 
-    Infinity counts as larger than all other numbers. Each end of the interval is the median of one
-    image, or the median of all values if that lies further out. The interval makes no assumption
-    about the distribution. With two to eight images, it extends from the smallest to the largest
-    median of an image. Its probability of covering the true median is then 1 - 2^(1 - images),
-    which is below 95 % for fewer than six images.
+    `numbers` contains the values of each image. Infinity counts as larger than all other numbers.
+    Each end of the interval is the median of one image, or the median of all values if that lies
+    further out. The interval makes no assumption about the distribution. With two to eight images,
+    it extends from the smallest to the largest median of an image. It then contains the true median
+    with a probability of 1 - 2^(1 - images), which is below 95 % for fewer than six images.
 
     Returns:
         The median and its interval. If any number is NaN, the median is NaN and the interval is
@@ -115,7 +119,8 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
     if count < 2 or np.isnan(value):
         return value, None
     medians = np.sort(np.median(numbers, axis=1))
-    # Rank, counted from each end, of the image whose median is the end of the interval.
+    # The images are sorted by their medians. The ends of the interval are the medians of the images
+    # with this number, counted from the first and from the last image.
     beyond = max(1, int((bdtr(np.arange(count), count, 0.5) <= 0.025).sum()))
     return value, (
         min(value, float(medians[beyond - 1])),
@@ -127,11 +132,13 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
 def spectra_scores(
     layer: int, records: Sequence[BlockRecord]
 ) -> tuple[list[Score], dict[str, Float64[Tensor, "images heads values"]]]:
-    """Score the attention matrices and the sub-block outputs of one block.
+    """Score the attention matrices of one block, and the outputs of its attention and MLP.
 
-    Scores are grouped by facet (kind of matrix). "attention_matrix" has one matrix for each head.
-    "attention" and "mlp" are the outputs of the two sub-blocks. "attention_skip" and "mlp_skip" are
-    these outputs plus the inputs of the sub-blocks, even if the encoder has no such skip.
+    Scores are grouped by facet (kind of matrix). The facet "attention_matrix" has one matrix for
+    each head. "attention" and "mlp" are the token matrices that attention and MLP output.
+    "attention_skip" and "mlp_skip" are these outputs plus the tokens before attention or MLP, even
+    if the encoder has no such skip connection. `records` contains the input and output of the block
+    for each image.
 
     Returns:
         The scores, and the singular values of each facet. A facet is left out if the block cannot
@@ -160,11 +167,11 @@ def spectra_scores(
 
 
 def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
-    """Return the matrices of one block and image, as a dictionary from their kind (facet).
+    """Return the matrices of one block for one image, as a dictionary from the kind of matrix.
 
-    The facet "attention_matrix" has one matrix for each head. Every other facet has one matrix, the
-    tokens that a sub-block outputs, with or without its skip. The dictionary is empty if the block
-    cannot be split into its attention and its MLP.
+    "attention_matrix" has one matrix for each head. The other kinds have one matrix, which contains
+    the output tokens of attention or MLP, with or without the skip connection. The dictionary is
+    empty if the block cannot be split into its attention and its MLP.
     """
     parts = record.parts
     if parts is None:
@@ -181,10 +188,11 @@ def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads 
 
 
 def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str, Any]:
-    """Return a median spectrum: singular values as fractions of the largest one of their matrix.
+    """Return the median spectrum of some matrices, as details to store with a score.
 
-    For each position in the sorted singular values, the median is taken over images and heads. At
-    most `_STORED_VALUES` evenly spaced positions are returned, together with their indices.
+    The singular values of each matrix are divided by the largest one. The median over images and
+    heads is then taken at each position in the sorted singular values. At most `_STORED_VALUES`
+    evenly spaced positions are returned, together with their indices.
     """
     largest = values[..., :1]
     shares = values / largest.where(largest > 0, 1.0)
@@ -197,7 +205,7 @@ def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str
 def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
     """Return the mean cosine similarity over all pairs of different tokens, in [-1, 1].
 
-    The cosine between a zero token and any other token is 0. The mean is NaN for a single token.
+    The cosine with a token of zeros is 0. The mean is NaN for a single token.
     """
     unit = unit_vectors(tokens.double())
     count = len(tokens)
@@ -215,11 +223,11 @@ def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]
     norm before attention receives. In a block with token graying, these are the grayed tokens. The
     facet "after" is the sum of "before" and the output of attention. For each image, the logarithms
     are averaged over blocks 0 to the scored layer. The score is the median over images. A layer is
-    skipped if it or an earlier block cannot be split into its parts.
+    left out if it or an earlier block cannot be split into its parts.
 
     Args:
-        layers: Block indices to score.
-        records: Records of all blocks up to the last scored layer.
+        layers: Indices of the blocks to score.
+        records: Inputs and outputs of all blocks up to the last scored one.
     """
     scores = []
     for layer in layers:
@@ -237,9 +245,10 @@ def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]
 
 
 def _log_condition_numbers(record: BlockRecord) -> list[float]:
-    """Return the log condition numbers of a block's tokens before and after attention.
+    """Return the logarithms of the condition numbers of tokens before and after attention.
 
-    The tokens after attention are the sum of the tokens before it and its output.
+    The tokens after attention are the sum of the tokens before it and its output. `record` contains
+    the input of a block for one image.
     """
     assert record.parts is not None
     before = record.parts.graying(record.input)
@@ -251,7 +260,10 @@ def _log_condition_numbers(record: BlockRecord) -> list[float]:
 
 
 def exact_scores(layer: int, records: Sequence[BlockRecord]) -> list[Score]:
-    """Score the Jacobians of one block from all of their singular values."""
+    """Score the Jacobians of one block, given the record of the block for each image.
+
+    All singular values of the Jacobians are computed.
+    """
     by_image = [exact_spectra(record) for record in records]
     scores, norms = list[Score](), dict[str, Numbers]()
     for facet in _common_facets(JACOBIANS, by_image):
@@ -269,7 +281,11 @@ def exact_scores(layer: int, records: Sequence[BlockRecord]) -> list[Score]:
 def lanczos_scores(
     layer: int, records: Sequence[BlockRecord], steps: int, seed: int
 ) -> list[Score]:
-    """Score the Jacobians of one block from Lanczos bounds of their singular values."""
+    """Score the Jacobians of one block, given the record of the block for each image.
+
+    The singular values of the Jacobians are bounded by `steps` Lanczos iterations. `seed` is the
+    seed of their start vectors.
+    """
     by_image = [lanczos_bounds(record, steps=steps, seed=seed) for record in records]
     scores, norms, at_most = list[Score](), dict[str, Numbers](), dict[str, list[float]]()
     for facet in _common_facets(JACOBIANS, by_image):
@@ -290,11 +306,16 @@ def lanczos_scores(
 def _term_scores(
     layer: int, norms: Mapping[str, Numbers], suffix: str, details: Mapping[str, Any]
 ) -> list[Score]:
-    """Score the norms of the two terms of the attention Jacobian, and their ratio.
+    """Score the spectral norms of the two terms of the attention Jacobian, and their ratio.
 
-    The terms are "dominant" and "perturbation" (see `block_functions`). The norms are spectral
-    norms, and the ratio is perturbation / dominant. `suffix` is appended to the names of the
-    metrics.
+    The terms are "dominant" and "perturbation" (see `block_functions`). The ratio is perturbation /
+    dominant.
+
+    Args:
+        layer: Index of the block.
+        norms: Spectral norms by term, for each image.
+        suffix: Text that is appended to the names of the metrics.
+        details: Further details to store with the scores.
     """
     if "perturbation" not in norms:
         return []
@@ -309,7 +330,10 @@ def _term_scores(
 
 
 def _common_facets(facets: Sequence[str], by_image: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the facets (kinds of matrices) that every image has, in the order of `facets`."""
+    """Return the facets (kinds of matrices) that every image has, in the order of `facets`.
+
+    `by_image` contains a dictionary for each image, whose keys are facets.
+    """
     return [facet for facet in facets if all(facet in found for found in by_image)]
 
 
@@ -318,23 +342,33 @@ def _to_column(values: Sequence[float]) -> Numbers:
 
 
 def cka_with_input(layer: int, records: Sequence[BlockRecord]) -> Score:
-    """Return the linear CKA between the input and the output of one block as a score."""
+    """Return a score with the linear CKA between the input and the output of one block.
+
+    `records` contains the input and output of the block for each image.
+    """
     x, y = torch.stack([record.input for record in records]), stack_outputs(records)
     ci95 = linear_cka_ci95(x, y)
     return make_score(layer, "token", "cka_with_input", linear_cka(x, y), ci95, len(records), {})
 
 
 def stack_outputs(records: Sequence[BlockRecord]) -> Float64[Tensor, "images tokens dim"]:
-    """Return the output tokens of one block for all images, as one tensor."""
+    """Return the output tokens of one block for all images, as one tensor.
+
+    `records` contains the input and output of the block for each image.
+    """
     return torch.stack([record.output for record in records])
 
 
 @dataclass(frozen=True)
 class CkaMatrix:
-    """A matrix of the linear CKA between the blocks in its rows and the blocks in its columns.
+    """A matrix with the linear CKA (similarity of tokens) between pairs of blocks.
 
-    `other` is the name of the encoder whose blocks are the columns. It is empty if rows and columns
-    belong to the same encoder.
+    Attributes:
+        values: CKA of the block in each row with the block in each column.
+        rows: Names of the blocks in the rows.
+        columns: Names of the blocks in the columns.
+        other: Name of the encoder whose blocks are the columns. Empty if rows and columns belong to
+            the same encoder.
     """
 
     values: Float64[np.ndarray, "rows columns"]
@@ -346,9 +380,10 @@ class CkaMatrix:
 def cka_matrix(
     rows: Mapping[str, Tokens], columns: Mapping[str, OtherTokens], other: str = ""
 ) -> CkaMatrix:
-    """Compute the linear CKA for each pair of a row and a column.
+    """Compute the linear CKA for each pair of a block in `rows` and a block in `columns`.
 
-    `rows` and `columns` map the names of blocks to their tokens.
+    Both arguments are dictionaries from the names of blocks to their tokens. `other` is the name of
+    the encoder of `columns`, if it is another encoder.
     """
     values = np.array([[linear_cka(x, y) for y in columns.values()] for x in rows.values()])
     return CkaMatrix(values, list(rows), list(columns), other)
@@ -359,8 +394,8 @@ def linear_cka(x: Tokens, y: OtherTokens) -> float:
 
     The tokens of all images are compared together. The CKA does not change if `x` or `y` is rotated
     or scaled. It is biased upwards if there are few tokens. For n independent Gaussian tokens of
-    dimension d, it is about d / (n + d). It is NaN if all tokens of `x` or all tokens of `y` are
-    equal.
+    dimension d, it is about d / (n + d), not 0. It is NaN if all tokens of `x` or all tokens of `y`
+    are equal.
 
     Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", 2019. The
     equation is the last one of section 3.
@@ -373,16 +408,16 @@ def linear_cka(x: Tokens, y: OtherTokens) -> float:
 
 
 def linear_cka_ci95(x: Tokens, y: OtherTokens) -> Interval | None:
-    """Return the 95 % confidence interval of `linear_cka` over images.
+    """Return the 95 % confidence interval of the CKA that `linear_cka` returns.
 
-    The interval comes from a jackknife of the logit of the CKA, and is corrected for bias. Leaving
-    out an image needs no further pass over the tokens.
+    The interval comes from a jackknife over images of the logit of the CKA, and is corrected for
+    bias. Leaving out an image needs no further pass over the tokens.
 
     Returns:
         The interval. It is None for a single image, if all tokens are equal, and if the CKA is 1.
         It is also None if the bias correction exceeds the margin of the interval. There are then
-        too few tokens to estimate the bias, and the interval would contain neither `linear_cka` nor
-        its limit for many images.
+        too few tokens to estimate the bias. The interval would contain neither the CKA of these
+        images nor its limit for many images.
     """
     count = len(x)
     x, y = _centre(x), _centre(y)
@@ -408,9 +443,9 @@ def _squared_covariance(
 ) -> Float64[Tensor, " sums"]:
     """Return the squared Frobenius norm of the centred cross-covariance of x and y.
 
-    There is one value for each row w of weights: ||sum_a w_a M_a - s t^T / n||^2. M_a = X_a^T Y_a
-    is the product for image a. The vectors s and t are the weighted sums of the tokens of x and y,
-    and n is the weighted number of tokens.
+    Each row w of `weights` contains a weight for each image, and gives one value:
+    ||sum_a w_a M_a - s t^T / n||^2. Here, M_a = X_a^T Y_a is the product for image a. The vectors s
+    and t are the weighted sums of the tokens of x and y, and n is the weighted number of tokens.
     """
     matrices = torch.einsum("atd,ate->ade", x, y)
     s, t = x.sum(1), y.sum(1)

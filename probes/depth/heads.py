@@ -1,8 +1,9 @@
 """Train linear heads that predict the depth of each pixel.
 
 A head computes the logits of 256 depth bins for each patch. The depths of the bins are evenly
-spaced. The depth of a pixel is the mean depth of the bins, weighted by their positive logits. A
-*source* is one layer, or several layers whose channels are concatenated. Each source has one head
+spaced. The depth of a pixel is the mean depth of the bins, weighted by their positive logits.
+
+A *source* is one layer, or several layers whose channels are concatenated. Each source has one head
 for each learning rate.
 """
 
@@ -32,7 +33,7 @@ from ssl_bench.evaluation import Progress
 
 NUM_BINS = 256
 UPSAMPLING = 4
-"""Ratio of the resolution of predicted depth maps to the resolution of the patch grid."""
+"""Number of pixels of a predicted depth map along the side of a patch."""
 _ADDED_TO_LOGITS = 0.1
 _ADDED_TO_DEPTH = 1e-3
 _MEAN_WEIGHT = 0.15
@@ -47,8 +48,8 @@ class TrainingDepths:
     """Features and depth maps of all training images.
 
     Attributes:
-        patches: Features of the patches, with depth maps in metres as their labels. The maps have
-            `UPSAMPLING` times the resolution of the patch grid. Unknown depths are 0.
+        patches: Features of the patches. Their labels are depth maps in metres, which have
+            `UPSAMPLING` x `UPSAMPLING` pixels for each patch.
         cls: [CLS] tokens. They have 0 channels if the heads do not use [CLS] tokens.
     """
 
@@ -58,17 +59,19 @@ class TrainingDepths:
 
 @dataclass
 class DepthHeads:
-    """Linear heads, one for each pair of a source and a learning rate.
+    """Linear heads that predict depth, one for each pair of a source and a learning rate.
 
-    A source is a group of blocks whose concatenated features a head receives.
+    A source is a group of blocks whose concatenated features a head receives. A head computes a
+    logit for each of several depth bins.
 
     Attributes:
-        weight: Weights of the patch's channels, followed by those of the [CLS] token's channels.
+        weight: Weights for the channels of the patch, followed by those for the channels of the
+            [CLS] token.
         bias: Bias of each bin.
         bins: Depth of each bin in metres.
         constant_channels: Number of channels of each source that do not vary over the training
             images.
-        seconds: Time that the training took, including interrupted runs.
+        seconds: Time that the training took in seconds, including interrupted runs.
     """
 
     weight: Float[Tensor, "sources rates bins dim"]
@@ -78,7 +81,11 @@ class DepthHeads:
     seconds: float = 0.0
 
     def predict(self, source: int, patches: Patches, cls: Cls) -> DepthMaps:
-        """Return depth maps in metres, with `UPSAMPLING` times the resolution of the patch grid."""
+        """Return the depth maps that the heads of one source predict for a batch, in metres.
+
+        The maps have `UPSAMPLING` x `UPSAMPLING` pixels for each patch. `source` is the index of
+        the source (group of layers). `cls` contains the [CLS] tokens.
+        """
         return predict_depth(self.weight[source], self.bias[source], self.bins, patches, cls)
 
 
@@ -91,11 +98,12 @@ class HeadTraining:
         epochs: Number of passes over the training images.
         batch_size: Number of images per step.
         warmup: Fraction of the steps in which the learning rate rises. In these steps, the loss has
-            no variance term (see `scale_invariant_loss`), so that the scale of the depths is
-            adjusted first.
+            no variance term (see `scale_invariant_loss`). The heads therefore learn the overall
+            scale of the depths first.
         weight_decay: Weight decay of AdamW.
         standardize: Whether each channel is standardised over the training images.
-        bounds: Depth of the first and of the last bin in metres. Other depths count as unknown.
+        bounds: Depth of the first and of the last bin in metres. Depths that are not between them
+            count as unknown.
         seed: Seed of the initial weights and of the order of the images.
     """
 
@@ -123,7 +131,8 @@ class HeadTraining:
 
         Args:
             features: Features and depth maps of all training images.
-            sources: Layers whose concatenated features a head receives, for each source.
+            sources: Groups of layers. The heads of a group receive the concatenated features of its
+                layers.
             entries: Indices of the images to train on.
             device: Device of the heads.
             progress: Function that shows a progress bar.
@@ -216,7 +225,17 @@ def predict_depth(
     patches: Patches,
     cls: Cls,
 ) -> DepthMaps:
-    """Return the depth maps in metres that the heads of one source predict for a batch."""
+    """Return the depth maps that the heads of one source (group of layers) predict for a batch.
+
+    Depths are in metres. There is one head for each learning rate.
+
+    Args:
+        weight: Weights for the channels of the patch, followed by those for the [CLS] token.
+        bias: Bias of each depth bin.
+        bins: Depth of each bin in metres.
+        patches: Features of the patches.
+        cls: [CLS] tokens.
+    """
     dim = patches.shape[-1]
     by_patch = (patches.flatten(0, 2) @ weight[..., :dim].mT).unflatten(1, patches.shape[:3])
     by_image = cls @ weight[..., dim:].mT + bias[:, None]
@@ -227,10 +246,10 @@ def predict_depth(
 def decode_depth(
     logits: Float[Tensor, "maps rows cols bins"], bins: Float[Tensor, " bins"]
 ) -> Float[Tensor, "maps height width"]:
-    """Upsample the logits of depth bins bilinearly, and return the mean depth at each pixel.
+    """Upsample the logits of depth bins bilinearly, and return the predicted depth of each pixel.
 
-    The mean is taken over the depths of all bins. The weight of a bin is its logit plus 0.1, or 0.1
-    if the logit is negative.
+    The depth of a pixel is the weighted mean of the depths of all bins. The weight of a bin is its
+    logit plus 0.1, or 0.1 if the logit is negative.
 
     Source: `BNHead` and `DepthBaseDecodeHead` in dinov2/eval/depth/models/decode_heads of
     https://github.com/facebookresearch/dinov2/tree/b8931f7b.
@@ -249,11 +268,12 @@ def decode_depth(
 
 
 class PositiveSums(torch.autograd.Function):
-    """An autograd function that upsamples logits and computes two sums over the bins of each pixel.
+    """An autograd function that upsamples logits of depth bins, and sums them over the bins.
 
-    The first is the sum of the positive logits times the depths of the bins. The second is the sum
-    of the positive logits. The result is ordered by cells. A cell is the area between the centres
-    of four patches, and the logits of its pixels are interpolated from these patches.
+    It computes two sums for each pixel. The first is the sum of positive logit * depth of the bin,
+    and the second is the sum of the positive logits. The result is ordered by cells. A cell is the
+    area between the centres of four patches. The logits of its pixels are interpolated from these
+    patches.
 
     To save memory, upsampled logits are computed in pieces, and computed again in the backward
     pass. For one head and an image of 37 x 37 patches, all upsampled logits would take 22 MB.
@@ -290,10 +310,10 @@ class PositiveSums(torch.autograd.Function):
 def _corners(
     padded: Float[Tensor, "maps tall wide bins"], maps: slice, rows: slice
 ) -> list[Float[Tensor, "some_maps some_rows cell_cols bins"]]:
-    """Return the patches at each of the four corners of some cells, as views of `padded`.
+    """Return the values of the patches at each of the four corners of some cells.
 
     A cell is the area between the centres of four patches. `maps` selects some maps, and `rows`
-    selects some rows of cells.
+    selects some rows of cells. The results are tensor views of `padded`.
     """
     above, below = padded[maps, rows], padded[maps, rows.start + 1 : rows.stop + 1]
     return [side for row in (above, below) for side in (row[:, :, :-1], row[:, :, 1:])]
@@ -302,10 +322,11 @@ def _corners(
 def _upsample(
     padded: Float[Tensor, "maps tall wide bins"],
 ) -> Iterator[tuple[tuple[slice, slice], Float[Tensor, "pixels maps rows cell_cols bins"]]]:
-    """Upsample logits in pieces of at most `PIECE_BYTES`, unless a single row of cells is larger.
+    """Upsample logits in pieces, to limit the memory.
 
-    For each piece, yield the slices of its maps and of its rows of cells. Also yield its upsampled
-    logits, with negative logits replaced by 0.
+    A piece has at most `PIECE_BYTES` bytes, unless a single row of cells is larger. A cell is the
+    area between the centres of four patches. For each piece, yield the slices of its maps and of
+    its rows of cells. Also yield its upsampled logits, with negative logits replaced by 0.
     """
     weights = corner_weights(UPSAMPLING, padded.device).to(padded)
     maps, tall, wide, bins = padded.shape
@@ -330,7 +351,7 @@ def scale_invariant_loss(
     *,
     only_mean: bool = False,
 ) -> Float[Tensor, " rates"]:
-    """Return the loss of each head over the pixels of a batch whose depth is known.
+    """Return the scale-invariant loss of each head over the pixels of a batch with a known depth.
 
     The loss is sqrt(var(g) + 0.15 mean(g)^2), where g = ln(depth + 0.001) - ln(target + 0.001). It
     is 1e-6 if no depth is known.

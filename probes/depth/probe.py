@@ -2,7 +2,7 @@
 
 One head is trained for each block and each learning rate, all on the same features of the training
 images. Some training images are held out to select the learning rate. The heads then predict the
-depth of each pixel of the scored images, whose scores are averaged.
+depth of each pixel of the scored images. The scores of these images are averaged.
 
 The code is in the order of a run: settings, training images, scored images, metrics, and figures.
 """
@@ -99,13 +99,15 @@ class Depth(Probe):
         norm: Normalisation of the features. "standardize" scales each channel to zero mean and unit
             variance on the training set. "final" applies the encoder's final norm. "none" uses the
             output of the block.
-        min_depth: Depth of the first bin in metres. Pixels with smaller depths count as unknown.
-        max_depth: Depth of the last bin in metres. Pixels with larger depths count as unknown.
+        min_depth: Depth of the first bin in metres. Pixels whose depth is not above it count as
+            unknown.
+        max_depth: Depth of the last bin in metres. Pixels whose depth is not below it count as
+            unknown.
         learning_rates: Peak learning rates, one of which is selected on the held-out images.
         epochs: Number of passes over the training images.
         images_per_step: Number of images per step, and in a forward pass.
-        warmup: Fraction of the steps in which the learning rate rises and the loss adjusts only the
-            mean depth.
+        warmup: Fraction of the steps in which the learning rate rises. In these steps, the loss
+            depends only on the mean error of the logarithms of the depths.
         weight_decay: Weight decay of AdamW.
         holdout: Fraction of the training images that are held out to select the learning rate.
         train_images: Maximum number of training images, drawn at random. None for all images.
@@ -116,8 +118,9 @@ class Depth(Probe):
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Settings that the authors of the protocol do not specify, and differences from the
-            published protocol. $NAME is replaced by the value of the setting NAME.
+        guesses: Texts about settings that the authors of the protocol do not specify, and about
+            differences from the published protocol. $NAME is replaced by the value of the setting
+            NAME.
 
     Source: Oquab et al., "DINOv2: Learning Robust Visual Features without Supervision",
     https://arxiv.org/abs/2304.07193, section 7.4.
@@ -173,17 +176,19 @@ class Depth(Probe):
 
     @property
     def metrics(self) -> dict[str, str]:
-        """Return a dictionary from each scored metric to the metric in `UNITS` that it reports.
+        """Return the names of the scored metrics, with the depth metric that each of them reports.
 
-        For example, "delta1_holdout" and "delta1_oracle" both report "delta1".
+        For example, "delta1_holdout" and "delta1_oracle" both report "delta1". They differ in how
+        the learning rate is selected. `UNITS` lists the depth metrics.
         """
         names = {"delta1_holdout": "delta1"} if self.holdout else {}
         return {**names, "delta1_oracle": "delta1", **{name: name for name in [*UNITS][1:]}}
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
-        """Return the groups of encoder layers whose features the heads receive.
+        """Return the groups of layers whose features the heads receive.
 
-        Each group is one source of features.
+        A group consists of one layer, or of several layers whose features are concatenated. Each
+        group is called a source of features.
         """
         return group_layers(layers, self.layers_mode)
 
@@ -208,16 +213,17 @@ class Depth(Probe):
         return dict.fromkeys(names, shown)
 
     def panel_name(self, image_id: str) -> str:
-        """Return the file name of the figure of a scored image."""
+        """Return the file name of the figure of a scored image, given the id of the image."""
         features = [] if self.layers_mode == "single" else [self.layers_mode]
         features += [] if self.scored_facet == "token" else [self.scored_facet]
         return figure_file_name(image_id, before="-".join([self.protocol, *features, ""]))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Train the depth heads of all requested layers, and yield their scores.
+        """Train depth heads on the features of each layer, and yield their scores.
 
         Raises:
-            DataError: There are too few training images, or an image has no usable depth.
+            DataError: There are too few training images, or an image has no pixel with a known
+                depth.
             MachineError: Neither the memory nor the disk can store the training features.
         """
         yield from DepthRun(self, context).scores()
@@ -230,8 +236,8 @@ class DepthRun:
 
     Attributes:
         sources: Groups of layers. The heads of a source receive the features of all of its layers.
-        split: Training images, some of which are held out.
-        training: Settings of the training of the heads.
+        split: The training images, some of which are held out to select the learning rate.
+        training: Training method of the heads.
     """
 
     def __init__(self, probe: Depth, context: ProbeContext) -> None:
@@ -342,9 +348,9 @@ class DepthRun:
         return TrainingDepths(stored, cls)
 
     def mean_depth(self, depths: Float[Tensor, "images rows cols"]) -> Float[Tensor, "rows cols"]:
-        """Return the mean depth at each position of the depth maps.
+        """Return the mean depth map over images, which a baseline predicts for every image.
 
-        The mean is taken over the images in which the depth at that position is known. If it is
+        The mean at a position is taken over the images in which the depth there is known. If it is
         known in no image, the mean over all positions is used.
         """
         is_known = self.training.is_known(depths)
@@ -385,13 +391,18 @@ class DepthRun:
         indices: Sequence[int],
         mean_depth: Float[Tensor, "rows cols"] | None = None,
     ) -> tuple[Metrics, Float64[np.ndarray, "_images metrics"]]:
-        """Score all heads on each image, and optionally a baseline.
+        """Compute the depth metrics of all heads on each image, and optionally those of a baseline.
 
-        If `mean_depth` is given, the baseline predicts it for every image.
+        Args:
+            heads: Heads for each source (group of layers) and learning rate.
+            images: Set of images.
+            indices: Indices of the images to score.
+            mean_depth: Depth map that the baseline predicts for every image. None for no baseline.
 
         Returns:
-            The metrics of the heads [images, sources, rates, metrics], and those of the baseline
-            [images, metrics]. Without `mean_depth`, the second array is empty.
+            The metrics of the heads, with shape images x sources x rates x metrics, and the metrics
+            of the baseline, with shape images x metrics. Without `mean_depth`, the second array is
+            empty.
 
         Raises:
             DataError: An image has no pixel with a known depth between the bounds.
@@ -417,7 +428,7 @@ class DepthRun:
     def _predict(
         self, heads: DepthHeads, batch: "EncodedBatch"
     ) -> list[Float[Tensor, "rates images rows cols"]]:
-        """Return the depth maps that the heads of each source predict for a batch."""
+        """Return the depth maps that the heads of each source (group of layers) predict."""
         return [
             heads.predict(
                 index,
@@ -440,7 +451,14 @@ class DepthRun:
         """Yield the scores of one source, the group of blocks whose features the heads receive.
 
         "delta1_oracle" uses the learning rate with the highest delta1 on the scored images. The
-        other metrics use learning rate number `chosen`, counted from 0.
+        other metrics use the learning rate that was selected on held-out images, if there are any.
+
+        Args:
+            index: Index of the source.
+            chosen: Index of the selected learning rate.
+            metrics: Depth metrics of all images, sources and learning rates.
+            baseline: Depth metrics of the baseline for each image.
+            details: Further details to store with the scores.
         """
         rates = list(self.probe.learning_rates)
         best = int(metrics[:, index, :, 0].mean(0).argmax())
@@ -482,7 +500,10 @@ class DepthRun:
     # Files
 
     def _draw_panels(self, heads: DepthHeads, chosen: Sequence[int]) -> None:
-        """Draw scored images with their true depth, all predictions, and a colour bar."""
+        """Save figures of some scored images: photograph, true depth, predictions and a colour bar.
+
+        `chosen` contains the index of the selected learning rate of each source (group of layers).
+        """
         indices = sample_indices(self.scored_images.ids, self.probe.panels)
         for batch in self._encode(self.scored_images, indices, "images to draw"):
             by_source = self._predict(heads, batch)
@@ -496,7 +517,7 @@ class DepthRun:
                 draw_depths(sample.image, {k: v.numpy() for k, v in maps.items()}, path)
 
     def _open_journal(self) -> Journal:
-        """Return the journal, a file from which the next run continues if this run is killed."""
+        """Open a file for unfinished work, from which an interrupted run continues."""
         ids = self.split.ids(self.images)
         header = {
             **self.context.encoder.identity(),
@@ -519,7 +540,7 @@ class DepthRun:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A batch of samples with the features of each layer.
+    """A batch of samples with their patch features and [CLS] tokens, by layer.
 
     If the heads do not use [CLS] tokens, the width of `cls` is 0.
     """
@@ -549,7 +570,7 @@ def _no_depth_error(name: str, bounds: tuple[float, float]) -> DataError:
 def resize_depth(
     predicted: Float[Tensor, "maps rows cols"], depth: Float[Tensor, "height width"]
 ) -> Float[Tensor, "maps height width"]:
-    """Resize predicted depth maps to the size of a true depth map, by bilinear interpolation."""
+    """Resize predicted depth maps to the size of the true map `depth` by bilinear interpolation."""
     return F.interpolate(predicted[None], depth.shape, mode="bilinear")[0]
 
 
@@ -588,8 +609,11 @@ def image_metrics(
 
 
 def mean_interval(values: Float64[np.ndarray, " images"], unit: str) -> Interval | None:
-    """Return the 95 % confidence interval of the mean of non-negative values."""
-    # `mean_estimate` limits intervals to 100, which only percentages have.
+    """Return the 95 % confidence interval of the mean of non-negative values.
+
+    If the unit is "%", the interval is limited to 100.
+    """
+    # `mean_estimate` limits intervals to 100. Values that are no percentages are scaled to [0, 1].
     scale = 1.0 if unit == "%" else float(values.max()) or 1.0
     ci95 = mean_estimate(values / scale).ci95()
     return None if ci95 is None else (scale * ci95[0], scale * ci95[1])
@@ -603,14 +627,14 @@ def draw_depths(
     maps: Mapping[str, Float32[np.ndarray, "height width"]],
     path: Any,
 ) -> None:
-    """Draw an image and its depth maps with a common colour scale.
+    """Save a figure of an image and its depth maps with a common colour scale.
 
     The heading of the figure states the range of the scale.
 
     Args:
         image: The image.
-        maps: Depth maps in metres by title. The range of the first map determines the colours. NaN
-            is white.
+        maps: Depth maps in metres by title. The range of the first map determines the colours.
+            Pixels with NaN are white.
         path: File of the figure.
     """
     first = next(iter(maps.values()))
@@ -627,9 +651,9 @@ def draw_depths(
 def colour_depth(
     depth: Float32[np.ndarray, "height width"], low: float, high: float
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Return a colour for each depth, from dark blue at `low` to yellow at `high`.
+    """Convert a depth map to an RGB image, from dark blue at `low` to yellow at `high`.
 
-    NaN is white.
+    Pixels with NaN are white.
     """
     share = ((depth - low) / max(high - low, 1e-6)).clip(0, 1)
     colours = 255 * matplotlib.colormaps[_COLOURS](share)[..., :3]

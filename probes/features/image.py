@@ -22,7 +22,11 @@ IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
     "patch_mean": ("token_normed",),
     "cls_patch_mean": ("cls_normed", "token_normed"),
 }
-"""Block facets, after the final norm, from which each facet of a whole image is computed."""
+"""Kinds of features (facets) of a whole image, and the outputs from which they are computed.
+
+"cls_normed" is the [CLS] token and "token_normed" are the patch tokens, both after the encoder's
+final norm.
+"""
 
 # Unit vectors count as equal if all of their entries differ by less than this value.
 _TOLERANCE = 1e-6
@@ -30,9 +34,10 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """Float32 feature vectors of images for each layer and facet, and the class of each image.
+    """Feature vectors of images for each layer and facet, and the class of each image.
 
-    A facet is a kind of feature, such as the [CLS] token. All tensors are in CPU memory.
+    A facet is a kind of feature, such as the [CLS] token. The vectors are float32. All tensors are
+    in CPU memory.
     """
 
     layers: tuple[int, ...]
@@ -40,16 +45,17 @@ class ImageFeatures:
     labels: Int64[Tensor, " images"]
 
     def select(self, layer: int, facet: str) -> LabelledFeatures:
-        """Return the image features of one layer and facet, and the class of each image.
+        """Return the feature vectors of one layer and facet, with the classes of the images.
 
         A facet is a kind of feature, such as the [CLS] token.
         """
         return LabelledFeatures(self.by_facet[facet][self.layers.index(layer)], self.labels)
 
     def concatenate(self, layers: Sequence[int], facet: str) -> LabelledFeatures:
-        """Concatenate the features of several layers along the channels, for one facet.
+        """Concatenate the feature vectors of several layers, for one facet.
 
-        A facet is a kind of feature, such as the [CLS] token.
+        A facet is a kind of feature, such as the [CLS] token. Also return the classes of the
+        images.
         """
         parts = [self.select(layer, facet).features for layer in layers]
         return LabelledFeatures(torch.cat(parts, 1), self.labels)
@@ -57,14 +63,14 @@ class ImageFeatures:
 
 @dataclass(frozen=True)
 class ImagePass:
-    """A pass of labelled images through the encoder.
+    """A pass of labelled images through the encoder, which computes one vector for each image.
 
     Attributes:
         probe: Probe with the attributes `facets`, `resize`, `crop_share` and `num_workers`. Facets
             (kinds of features) are keys of `IMAGE_FACETS`, or outputs from inside a block, such as
             "mlp_out". `crop_share` is the side of the central square as a fraction of the shorter
             side.
-        context: Context of the probe.
+        context: Inputs of the probe, such as the encoder and the device.
         batch_size: Maximum number of images in a forward pass of the encoder.
     """
 
@@ -73,16 +79,19 @@ class ImagePass:
     batch_size: int
 
     def layers_per_pass(self, num_images: int, memory_gib: float) -> int:
-        """Return for how many layers the features of all images fit into memory, at least 1."""
+        """Return for how many layers the features of `num_images` images fit into `memory_gib` GiB.
+
+        The result is at least 1.
+        """
         extractor = self._extractor(self.context.layers)
         width = sum(vector_width(extractor, facet) for facet in self.probe.facets)
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
 
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
-        """Compute the features of the images with the given indices, for the given layers.
+        """Compute the feature vectors of the images with the given indices, for the given layers.
 
-        The features are also stored in `context.features`, where later probes of the same command
-        find them.
+        The vectors are also stored in `context.features`, so that later probes of the same command
+        can use them.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -133,24 +142,27 @@ class ImagePass:
 
 
 def facet_parts(facet: Facet) -> tuple[Facet, ...]:
-    """Return the block features that are needed to compute a feature of a whole image.
+    """Return the encoder outputs from which a kind of feature (facet) of a whole image is computed.
 
-    Kinds of features are called facets. For example, the facet "cls_patch_mean" of an image is
-    computed from "cls_normed" (the [CLS] token after the final norm) and "token_normed" (the patch
-    tokens after the final norm).
+    For example, the facet "cls_patch_mean" of an image is computed from "cls_normed" and
+    "token_normed". These are the [CLS] token and the patch tokens after the encoder's final norm.
     """
     return IMAGE_FACETS.get(facet, (facet,))
 
 
 def vector_width(extractor: FeatureExtractor, facet: Facet) -> int:
-    """Return the number of channels of the vectors that `image_vectors` returns."""
+    """Return the number of channels of an image's feature vector, for one facet (kind of feature).
+
+    `image_vectors` computes the vector.
+    """
     return sum(map(extractor.width, facet_parts(facet)))
 
 
 def image_vectors(features: Features, facet: str) -> Float[Tensor, "layers batch dim"]:
     """Return one feature vector for each layer and image of a batch.
 
-    Features of patches are averaged over the patches.
+    `facet` is the kind of feature, such as "cls_patch_mean". Features of patches are averaged over
+    the patches.
     """
     by_layer = []
     for layer in features.values():
@@ -161,5 +173,8 @@ def image_vectors(features: Features, facet: str) -> Float[Tensor, "layers batch
 
 
 def is_constant(unit: Float[Tensor, "images dim"]) -> bool:
-    """Return whether all images have the same unit vector, up to rounding."""
+    """Return whether all images have the same unit vector, up to rounding.
+
+    `unit` contains the L2-normalised feature vector of each image.
+    """
     return bool((unit - unit[0]).abs().max() < _TOLERANCE)

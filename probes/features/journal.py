@@ -26,15 +26,18 @@ _TENSOR = frozenset({"dtype", "shape", "base64"})
 class Journal:
     """A file with one JSON line for each finished part of a computation.
 
-    The first line of the file is the header. The file name contains a digest of the header, so a
-    run with a different header does not find the file. Each further line is an entry with a
-    checksum. Entries with a wrong checksum, and a last line that was cut off, are ignored. The file
-    may be deleted at any time.
+    After a computation is interrupted, it can read the file and continue with the first missing
+    part.
+
+    The first line of the file is the header, which states the settings of the computation. The file
+    name contains a digest of the header, so a run with other settings uses another file. Each
+    further line is an entry with a checksum. Damaged and incomplete lines are ignored. The file may
+    be deleted at any time.
 
     Args:
         folder: Folder of the file.
         name: Beginning of the file name.
-        header: All values that the entries depend on, as JSON types.
+        header: All settings that the entries depend on, as JSON types.
         say: Function that prints a message when a run continues from the file or cannot use it.
         minutes: Minimum time between two writes in minutes. With 0, each entry is written
             immediately.
@@ -62,7 +65,7 @@ class Journal:
 
     @cached_property
     def entries(self) -> list[dict[str, Any]]:
-        """Return the entries that earlier processes wrote to the journal.
+        """Return the entries that earlier processes wrote to the file, for example a killed run.
 
         Tensors are in CPU memory.
         """
@@ -82,7 +85,7 @@ class Journal:
         return entries
 
     def read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the valid entries of a file. Its header is not checked.
+        """Return the valid entries of a journal file. Its header is not checked.
 
         Raises:
             OSError: The file cannot be read.
@@ -98,11 +101,14 @@ class Journal:
         return entries
 
     def is_due(self) -> bool:
-        """Return whether at least `minutes` have passed since the last write."""
+        """Return whether enough time has passed since the last write to write again.
+
+        The minimum time is the argument `minutes` of the constructor.
+        """
         return time.monotonic() - self._written_at >= self._seconds
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add an entry to the journal. If `is_due` is true, write all unwritten entries.
+        """Add an entry to the journal. If `is_due` returns true, write all unwritten entries.
 
         Args:
             entry: Dictionary of JSON types and tensors. Do not modify the dictionary afterwards.
@@ -141,7 +147,7 @@ class Journal:
     def replace(self, entry: Mapping[str, Any]) -> None:
         """Replace all entries of the journal file with a single entry.
 
-        If the process is killed, the old file remains.
+        If the process is killed during this call, the old file remains.
 
         Raises:
             MachineError: The file cannot be written.
@@ -165,13 +171,13 @@ def _remove_unfinished_line(file: BinaryIO) -> None:
 
 
 def _format(entry: Mapping[str, Any]) -> str:
-    """Return an entry as one line of JSON, with a checksum of the entry as its last item."""
+    """Return an entry of a journal as one line of JSON, with a checksum as its last item."""
     text = json.dumps(dict(entry), default=_encode)
     return f'{text[:-1]}, "{_CHECKSUM}": {zlib.crc32(text.encode())}}}'
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the entry in a line of the file, or None if the line is damaged."""
+    """Return the entry in a line of a journal file, or None if the line is damaged."""
     try:
         content = json.loads(line)
         checksum = content.pop(_CHECKSUM)
@@ -183,7 +189,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _encode(value: Any) -> Any:
-    """Convert a tensor to JSON types, for `json.dumps`. Any other value raises a TypeError."""
+    """Convert a tensor to JSON types. `json.dumps` calls this for values that it cannot convert.
+
+    Raises:
+        TypeError: The value is not a tensor.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{type(value).__name__} is neither a tensor nor a JSON type")
     values = value.detach().cpu().contiguous()

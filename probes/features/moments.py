@@ -10,7 +10,8 @@ from ssl_bench.system.device import to_float64
 class Moments:
     """Running mean and covariance of vectors, computed batch by batch in float64.
 
-    For numerical precision, the mean of the first batch is subtracted from all vectors.
+    For numerical precision, the mean of the first batch is subtracted from all vectors before they
+    are summed. The results do not depend on this shift.
     """
 
     def __init__(self) -> None:
@@ -40,11 +41,11 @@ class Moments:
 
     @property
     def covariance(self) -> Float64[Tensor, "dim dim"]:
-        """Mean outer product of the deviations from the mean."""
+        """Return the mean outer product of the vectors after subtracting their mean."""
         offset = self._sum / self.count
         return self._products / self.count - torch.outer(offset, offset)
 
     @property
     def energy(self) -> Float64[Tensor, "dim dim"]:
-        """Mean outer product of the vectors, without subtracting their mean."""
+        """Return the mean outer product of the vectors, without subtracting their mean."""
         return self.covariance + torch.outer(self.mean, self.mean)

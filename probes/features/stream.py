@@ -32,7 +32,14 @@ _SCALED_LARGEST = 2.0**14
 def read_ahead(
     images: ImageSet, indices: Sequence[int], prepare: Callable[[Sample], T], *, workers: int
 ) -> Iterator[T]:
-    """Read samples in threads, and yield the results of `prepare` in the order of `indices`."""
+    """Read images in threads, and yield the results of `prepare` in the order of `indices`.
+
+    Args:
+        images: The dataset.
+        indices: Indices of the images to read.
+        prepare: Function that is called with each image and its annotations.
+        workers: Number of threads.
+    """
     return map_ahead(
         lambda index: prepare(images[index]), indices, workers=workers, max_ahead=4 * workers
     )
@@ -71,10 +78,11 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> int:
-    """Return how many square images the encoder should process together.
+    """Return how many square images the encoder should process in one forward pass.
 
-    On a CPU, a batch has at most half a million pixels. Larger batches would not be faster, and the
-    progress bar would move too rarely.
+    On a GPU, this is `batch_size`. On a CPU, a batch also has at most half a million pixels. Larger
+    batches would not be faster, and the progress bar would move too rarely. `image_size` is the
+    side of an image in pixels.
     """
     if device.type != "cpu":
         return batch_size
@@ -86,8 +94,8 @@ def extract(
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
     """Compute the features of each layer for a batch, and sums that show whether they are finite.
 
-    Unless the images are on a CUDA GPU, the sums are checked here. For a GPU, `fetch_finite` checks
-    them later, so that the CPU does not wait for the GPU twice. With float16, it waits once more.
+    On a CUDA GPU, this function does not check the sums. Pass them to `fetch_finite` later, so that
+    the CPU waits for the GPU only once. On any other device, the sums are checked here.
 
     Args:
         extractor: Extractor of one facet (kind of feature).
@@ -99,7 +107,7 @@ def extract(
         infinite if one of its features is.
 
     Raises:
-        CheckpointError: A feature is not finite. For a CUDA GPU, `fetch_finite` raises this error.
+        CheckpointError: A feature is not finite. On a CUDA GPU, `fetch_finite` raises this error.
     """
     features, sums = extractor.extract_unchecked(images)
     if not sums.is_cuda:
@@ -166,12 +174,12 @@ def extract_float16(
 def to_float16(
     features: Float[Tensor, "batch rows cols dim"],
 ) -> tuple[Half, Float[Tensor, " batch"]]:
-    """Round features to float16. If those of an image are too small or too large, scale them first.
+    """Round features to float16, after scaling images whose features are too small or too large.
 
     Float16 has ten bits of precision only between 2^-14 and 65504. If the largest absolute feature
     of an image is below 2^-6 or above 65504, all of its features are divided by a power of two. The
-    division is exact, and the largest feature is then near 2^14. The power of two depends only on
-    the features of this image in this layer, not on other images of the batch.
+    division is exact, and the largest feature is then between 2^14 and 2^15. The power of two
+    depends only on the features of this image in this layer, not on other images of the batch.
 
     Returns:
         The rounded features, and the power of two by which each image was divided.
@@ -185,7 +193,7 @@ def to_float16(
 def undo_scaling(
     halves: Float[Tensor, "layers batch rows cols dim"], scales: Scales
 ) -> Float[Tensor, "layers batch rows cols dim"]:
-    """Return features multiplied by their scales, in float32.
+    """Multiply float16 features by their scales, and return them in float32.
 
     If all scales are 1, the float16 features are returned unchanged.
 

@@ -53,29 +53,30 @@ Tier = Literal["memory", "disk", "stream"]
 RequestedTier = Literal["auto", "memory", "disk", "stream"]
 GIB = 2**30
 VERSION = 5
-"""Version of the feature file. Increase it when the stored values or the file layout change."""
+"""Version of the feature files. Increase it when the stored values or the file layout change."""
 _TIER_DESCRIPTIONS = {
     "memory": "stored in memory",
     "disk": "stored on disk",
     "stream": "recomputed in each epoch",
 }
-# Maximum number of characters of a scale in the JSON file, including the comma and the space.
+# Maximum number of characters of a scale (a number) in the JSON file, with a comma and a space.
 _SCALE_CHARACTERS = 26
 # Number of batches that are read from the file in advance.
 _BATCHES_AHEAD = 2
 
 Blocks = Float[Tensor, "layers entries rows cols dim"]
-# Whether each label from 0 to 255 occurs in each entry.
+# Whether each label from 0 to 255 occurs in each entry (view of a training image).
 Present = Bool[Tensor, "_entries 256"]
-# The entries of each batch.
+# The entries (indices of views) of each batch.
 BatchEntries = Sequence[Int64[Tensor, "..."]]
-# Function that stores features, with the arguments: index of the layer, entries, features, scales.
+# Function that stores features. Its arguments are the index of the layer, the entries (indices of
+# views), the features, and their scales.
 Put = Callable[[int, Sequence[int], Half, Float[Tensor, " batch"]], None]
 
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Features and labels of a batch of training views, on the device of the heads."""
+    """Features and labels of a batch of training views (crops), on the device of the heads."""
 
     features: Float[Tensor, "layers batch rows cols dim"]
     labels: Shaped[Tensor, "batch height width"]
@@ -89,18 +90,18 @@ ReadBatches = Callable[[BatchEntries], Iterator[FeatureBatch]]
 class StoredFeatures:
     """Features of training images, stored in memory or in a memory-mapped file.
 
-    An entry is one view of one training image.
+    An entry is one view (crop) of one training image.
 
     Attributes:
         layers: Indices of the blocks whose features are in `blocks`.
         blocks: Features of all entries, divided by `scales`.
-        labels: Labels in memory or in a memory-mapped file.
+        labels: Label map of each entry.
         present: Whether each label from 0 to 255 occurs in each entry. Empty if each entry has a
             single label.
         scales: Factors by which `undo_scaling` multiplies `blocks`. None if all factors are 1.
         tier: Where `blocks` are stored: "memory" or "disk".
-        passes: Number of times that this run has encoded all entries. 0 if an earlier run stored
-            the features.
+        passes: Number of times that this run has encoded all training images. It is 0 if an earlier
+            run has stored the features.
     """
 
     layers: tuple[int, ...]
@@ -114,9 +115,10 @@ class StoredFeatures:
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
         """Return a function that reads stored features batch by batch.
 
-        The argument of this function is a list with the entries (indices of views) of each batch.
-        It yields the batches in this order. The layers of a batch are in the order of `layers`. If
-        the features take at most half of the free GPU memory, all are copied to the GPU first.
+        The argument of the returned function is a list with the entries (indices of views) of each
+        batch. The function yields the batches in this order. The layers of a batch are in the order
+        of `layers`. If the features take at most half of the free GPU memory, all of them are
+        copied to the GPU when `reader` is called.
         """
         indices = [self.layers.index(layer) for layer in layers]
         first, stop = min(indices), max(indices) + 1
@@ -152,13 +154,13 @@ class StoredFeatures:
 class StreamedFeatures:
     """Features of training images that are computed again each time they are read.
 
-    An entry is one view of one training image.
+    An entry is one view (crop) of one training image.
 
     Attributes:
         layers: Indices of the blocks whose features can be read.
         present: Whether each label from 0 to 255 occurs in each entry.
-        compute: Function that computes batches, given the layers, the entries of each batch and the
-            device.
+        compute: Function that yields batches of features and labels, given the layers, the entries
+            of each batch, and the device.
     """
 
     layers: tuple[int, ...]
@@ -170,14 +172,15 @@ class StreamedFeatures:
 
     @property
     def passes(self) -> int:
-        """Number of encoded views, divided by the number of all training views and rounded up."""
+        """Return how many times all training views (crops) have been encoded, rounded up."""
         return -(-self._num_computed // len(self.present))
 
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
         """Return a function that computes features batch by batch.
 
-        The argument of this function is a list with the entries (indices of views) of each batch.
-        It yields the batches in this order. The layers of a batch are in the order of `layers`.
+        The argument of the returned function is a list with the entries (indices of views) of each
+        batch. The function yields the batches in this order. The layers of a batch are in the order
+        of `layers`.
         """
 
         def read(batch_entries: BatchEntries) -> Iterator[FeatureBatch]:
@@ -189,23 +192,24 @@ class StreamedFeatures:
 
 
 TrainingFeatures = StoredFeatures | StreamedFeatures
-"""Features of all training images. Entry n * views + v is view v of the image at position n.
+"""Features of all training images, either stored or recomputed.
 
-If the features are one vector per image, each entry has one patch and one label.
+Entry n * views + v is view (crop) v of the training image number n. If the features are one vector
+per image, each entry has one patch and one label.
 """
 
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """A pass of training images through the encoder.
+    """A pass of training images through the encoder, to compute the features that train heads.
 
     Attributes:
-        context: Context of the probe.
-        extractor: Extractor of one facet (kind of feature).
+        context: Inputs of the probe, such as the device.
+        extractor: Feature extractor of one facet (kind of feature).
         images: The training set.
         indices: Indices of the training images that are used.
         image_size: Side of the encoder's square input in pixels.
-        views: Views of each image that are encoded, such as crops and mirror images.
+        views: Method that makes the views of an image, such as crops or mirror images.
         label_size: Side of the label maps in pixels.
         batch_size: Number of views in a forward pass of the encoder.
         workers: Number of threads that decode images.
@@ -234,19 +238,20 @@ class TrainingPass:
     ) -> TrainingFeatures:
         """Return the features of the training images, either stored or recomputed for each batch.
 
-        All images are read now, because their labels are needed. An unreadable image is therefore
-        found before training.
+        This call reads all images, because their labels are needed. An unreadable image is
+        therefore found before the training.
 
         Args:
             folder: Folder of the feature files.
-            tier: Storage of the features. "memory" computes them now and keeps them in memory.
-                "disk" also computes them now, unless an earlier run has stored them in `folder`.
-                "stream" recomputes them each time they are read. "auto" selects the first of these
-                that fits its limit. It also selects "disk" if an earlier run has stored the
+            tier: Storage of the features. "memory" computes them in this call and keeps them in
+                memory. "disk" writes them to a file in this call, unless an earlier run has done
+                so. "stream" recomputes them each time they are read. "auto" selects the first of
+                these that fits its limit. It also selects "disk" if an earlier run has stored the
                 features but they do not fit into memory.
-            memory_gib: Limit for "auto" of the memory for features and labels in GiB. None for half
-                of the free memory.
-            disk_gib: The same limit for the disk. None for half of the free space.
+            memory_gib: For "auto", the maximum size of features and labels in memory in GiB. None
+                for half of the free memory.
+            disk_gib: For "auto", their maximum size on the disk in GiB. None for half of the free
+                space.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -298,10 +303,12 @@ class TrainingPass:
         labels: UInt8[Tensor, "entries size size"] | None = None,
         put: Put | None = None,
     ) -> None:
-        """Read all views of the training images, and write their labels into the given tensors.
+        """Read all views of the training images, and write their labels into tensors.
 
-        In `present`, the labels of each view are marked with true. `labels` receives the label map
-        of each view. If `put` is given, also compute the features, and call `put` to store them.
+        Args:
+            present: Tensor in which the labels that occur in each view are set to true.
+            labels: Tensor for the label map of each view.
+            put: Function that stores the features of a batch. Without it, no features are computed.
         """
         for entries, batch_labels, halves, scales in self.read_views(encode=put is not None):
             for entry, values in zip(entries, batch_labels, strict=True):
@@ -315,11 +322,12 @@ class TrainingPass:
     def read_views(
         self, *, encode: bool = False
     ) -> Iterator[tuple[list[int], UInt8[Tensor, "batch size size"], list[Half], Scales]]:
-        """Read the training images in batches, and yield their views in batches, too.
+        """Yield batches of views (crops) of the training images.
 
-        Each batch of images is yielded once for each view number: first view 0 of all its images,
-        then view 1, and so on. An item contains the entries (indices of views), the label maps, the
-        features of each layer, and the scales for `undo_scaling`.
+        Images are read in batches. From each batch of images, the first view of all images is
+        yielded as one batch, then the second view of all images, and so on. An item contains the
+        entries (indices of views), the label maps, the features of each layer, and the scales for
+        `undo_scaling`.
 
         Args:
             encode: Whether to compute the features. If false, features and scales are empty.
@@ -359,8 +367,9 @@ class TrainingPass:
             layers: Layers whose features are returned. They must be layers of the extractor.
             batch_entries: The entries (indices of views) of each batch.
             device: Device of the batches.
-            allow_scaled: Whether to leave out `undo_scaling`, and return float16 features that may
-                be scaled. These are sufficient if all vectors are L2-normalised later.
+            allow_scaled: Whether features may be returned in float16 and multiplied by a constant
+                for each image (see `to_float16`). Such features are sufficient if all vectors are
+                L2-normalised later.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -388,7 +397,7 @@ class TrainingPass:
         return [(sample.image_id, image, resize_mask(mask, size, size)) for image, mask in views]
 
     def header(self) -> dict[str, Any]:
-        """Return the values that stored features depend on, such as encoder, layers and image ids.
+        """Return the settings that the features depend on, such as the encoder and the image ids.
 
         The values are JSON types.
         """
@@ -406,7 +415,7 @@ class TrainingPass:
         }
 
 
-# Id, pixels and labels of one view of a training image.
+# Image id, pixels and label map of one view of a training image.
 _View = tuple[str, Float[Tensor, "3 size size"], UInt8[Tensor, "label_rows label_cols"]]
 
 
@@ -420,13 +429,13 @@ def _stack_views(
 
 
 class FeatureFile:
-    """A `.npy` file with the features of all training views in all layers, and a `.json` file.
+    """A `.npy` file with the features of all training images in all layers, and a `.json` file.
 
     The array is float16 with the dimensions layer, entry (view of an image), row, column and
-    channel. The JSON file contains the scales of `undo_scaling`, one checksum of features and
-    scales, and a header. The header lists all values that the features depend on, such as the
-    encoder and the image ids. Both file names contain a digest of the header. Runs with other
-    encoders or images therefore use other files. The files may be deleted at any time.
+    channel. The JSON file contains the scales of the features, one checksum of features and scales,
+    and a header. The header lists all settings that the features depend on, such as the encoder and
+    the image ids. Both file names contain a digest of the header. Runs with other encoders or
+    images therefore use other files. The files may be deleted at any time.
 
     The checksum is verified once, when a run opens the files. Then the array is memory-mapped. If
     another process deletes or replaces the files, the run keeps the old array. Later changes inside
@@ -441,7 +450,7 @@ class FeatureFile:
 
     Args:
         folder: Folder of the files.
-        header: All values that the features depend on, as JSON types.
+        header: All settings that the features depend on, as JSON types.
         shape: Shape of the array.
     """
 
@@ -465,8 +474,8 @@ class FeatureFile:
             progress: Function that shows the progress of reading the features.
 
         Returns:
-            Features and scales. None if the files are missing or damaged, or if another user could
-            have written them.
+            Features and their scales (see `undo_scaling`). None if the files are missing or
+            damaged, or if another user could have written them.
         """
         try:
             with open_trusted(self.sidecar) as file:
@@ -490,8 +499,9 @@ class FeatureFile:
         """Write features to the array file and the JSON file, and memory-map them.
 
         Args:
-            fill: Function that computes all features. It receives a function `put`, and must call
-                put(layer index, entries, features, scales) for each layer and batch.
+            fill: Function that computes all features. Its argument is a function `put`. It must
+                call put(layer index, entries, features, scales) for each layer and batch. Entries
+                are indices of views.
 
         Raises:
             MachineError: The disk is full or the folder cannot be written. If the disk is already
@@ -531,13 +541,18 @@ class FeatureFile:
         return blocks, torch.from_numpy(scales)
 
     def _describe(self, scales: np.ndarray, checksums: np.ndarray) -> bytes:
-        """Return the content of the JSON file beside the array file of stored features."""
+        """Return the content of the JSON file that belongs to the array file.
+
+        It contains the header, one checksum of all features and scales, and the scales.
+        """
         checksum = crc32(scales.tobytes(), crc32(checksums.tobytes()))
         values = f'"checksum": {checksum}, "scales": {json.dumps(scales.tolist())}'
         return f'{{"header": {self._header}, {values}}}\n'.encode()
 
     def _read_checksums(self, file: BufferedReader, progress: Progress) -> np.ndarray:
-        """Read the array file once, and return a CRC-32 for each layer and training view.
+        """Read the array file once, and return a checksum (CRC-32) for each layer and entry.
+
+        An entry is a view of a training image.
 
         Raises:
             ValueError: The size or the array header of the file is not the expected one.
@@ -572,8 +587,8 @@ def create_array_file(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            # Without this, the operating system would stop the process if the disk became full
-            # while mapped memory is written.
+            # If space were not reserved, the operating system would stop the process when the disk
+            # becomes full while mapped memory is written.
             _allocate(file, num_bytes)
             return torch.from_numpy(np.memmap(file, dtype, "w+", shape=shape))
     except OSError as error:
@@ -585,8 +600,8 @@ def create_array_file(
 
 
 def _allocate(file: IO[bytes], size: int) -> None:
-    """Reserve space on the disk, so that a full disk raises an error before hours of work."""
-    # macOS lacks `posix_fallocate`, so a full disk is found when the features are written.
+    """Reserve `size` bytes for a file, so that a full disk raises an error before hours of work."""
+    # macOS lacks `posix_fallocate`. There, a full disk is noticed when the features are written.
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(file.fileno(), 0, size)

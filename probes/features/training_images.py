@@ -1,10 +1,11 @@
 """Select the training images of a probe, their views, and the layers that each head receives.
 
 `TrainingSplit` holds out some training images to select a hyperparameter. `Shots` draws a few
-training images of each class at random. These samples depend only on the images, the settings and
-the seed. A view is an image that is resized or cropped to a square, with the mask of the same area.
-Random crops depend only on the seed and the image. Each epoch therefore uses the same views, even
-if features are not stored.
+training images of each class at random. Both depend only on the images, the settings and the seed.
+
+A view is an image that is resized or cropped to a square, with the mask of the same area. Random
+crops depend only on the seed and the image. Each epoch therefore uses the same views, even if
+features are not stored.
 """
 
 from collections.abc import Sequence
@@ -34,14 +35,14 @@ _PATCH_FACETS: tuple[Facet, ...] = ("token", "key", "query", "value", *INNER_FAC
 
 @dataclass(frozen=True)
 class TrainingSplit:
-    """The training images that a probe uses. Some of them are held out.
+    """The training images that a probe uses. Some of them are held out to select hyperparameters.
 
-    Features are stored for each view of each image. View v of the image at position n of `indices`
-    has the index n * views + v, which is called its entry.
+    Features are stored for each view (crop) of each image. View v of the image at position n of
+    `indices` has the index n * views + v, which is called its entry.
 
     Attributes:
-        indices: Indices of the used images in the training set, in ascending order.
-        held_out: Positions in `indices` of the held-out images.
+        indices: Indices of the used images within the training set, in ascending order.
+        held_out: Positions of the held-out images in `indices`.
     """
 
     indices: tuple[int, ...]
@@ -51,7 +52,7 @@ class TrainingSplit:
     def draw(
         cls, images: ImageSet, *, max_images: int | None, holdout: float, seed: int
     ) -> "TrainingSplit":
-        """Draw the training images to use at random, and hold out some of them.
+        """Draw the training images to use at random, and choose some of them to be held out.
 
         Args:
             images: The training set.
@@ -70,18 +71,24 @@ class TrainingSplit:
         if len(indices) <= num_held_out:
             raise DataError(
                 f"{images.name} {images.split} has {len(indices)} training images to use, expected "
-                f"at least {num_held_out + 1}, because the hold-out takes {num_held_out}"
+                f"at least {num_held_out + 1}, because {num_held_out} of them must be held out"
             )
         held_out = torch.randperm(len(indices), generator=generator)[:num_held_out]
         return cls(indices, frozenset(held_out.tolist()))
 
     def training_entries(self, views: int) -> Int64[Tensor, " entries"]:
-        """Return the entries (indices) of all views of the images that are not held out."""
+        """Return the indices (entries) of all views of the images that are not held out.
+
+        A view is a crop of an image. `views` is the number of views of each image.
+        """
         training = [n for n in range(len(self.indices)) if n not in self.held_out]
         return (torch.tensor(training)[:, None] * views + torch.arange(views)).flatten()
 
     def all_entries(self, views: int) -> Int64[Tensor, " entries"]:
-        """Return the entries (indices) of all views of all used images."""
+        """Return the indices (entries) of all views of all used images.
+
+        A view is a crop of an image. `views` is the number of views of each image.
+        """
         return torch.arange(len(self.indices) * views)
 
     def ids(self, images: ImageSet) -> list[str]:
@@ -89,7 +96,10 @@ class TrainingSplit:
 
 
 def ids_sha256(ids: Sequence[str]) -> str:
-    """Return the SHA-256 of a text with one id in each line, as hexadecimal digits."""
+    """Return the SHA-256 of a list of image ids, as hexadecimal digits.
+
+    It is computed from a text with one id in each line.
+    """
     lines = "".join(f"{image_id}\n" for image_id in ids)
     return sha256(lines.encode(errors="surrogateescape")).hexdigest()
 
@@ -98,12 +108,13 @@ def ids_sha256(ids: Sequence[str]) -> str:
 class Shots:
     """Several random draws (samples) of a few training images of each class.
 
-    Each draw orders the images of each class at random. For n shots, the first n images of each
-    class are used. A larger number of shots therefore adds images, and keeps the others.
+    In each draw, the images of each class are in a random order. For n shots, the first n images of
+    each class are used. The images for a smaller number of shots are therefore always among those
+    for a larger number.
 
     Attributes:
-        indices: Indices of all drawn images in the training set, in ascending order.
-        positions: Position in `indices` of each drawn image. The images of a class (last axis) are
+        indices: Indices of all drawn images within the training set, in ascending order.
+        positions: Position of each drawn image in `indices`. The images of a class (last axis) are
             in random order.
     """
 
@@ -118,7 +129,7 @@ class Shots:
             images: The training set.
             per_class: Number of images of each class.
             draws: Number of draws (random samples).
-            seed: Seed of the random orders. They do not depend on `per_class`.
+            seed: Seed of the random orders, which do not depend on `per_class`.
 
         Raises:
             DataError: A class has too few images, or the dataset has no list of labels.
@@ -143,8 +154,8 @@ class Shots:
     def select(self, draw: int, count: int, *, skip: int = 0) -> Int64[Tensor, " images"]:
         """Return `count` images of each class from one random draw of training images.
 
-        The images are returned as positions in `indices`, in ascending order. The first `skip`
-        images of each class are not selected.
+        The images are given by their positions in `self.indices`, in ascending order. `draw` is the
+        number of the draw. The first `skip` images of each class are left out.
         """
         return self.positions[draw, :, skip : skip + count].flatten().sort().values
 
@@ -165,10 +176,10 @@ def require_labels(images: ImageSet) -> Sequence[int]:
 
 
 def shot_counts(shots: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the distinct values of `probe.shots` in ascending order.
+    """Return the distinct values of the setting `probe.shots` in ascending order.
 
-    A shot is a training image of a class. Return an empty tuple if `shots` is None, which means
-    that all training images are used.
+    A value is the number of training images of each class. If `shots` is None, all training images
+    are used, and an empty tuple is returned.
 
     Raises:
         ConfigurationError: The list is empty.
@@ -193,14 +204,14 @@ def reject_train_images_with_shots(
 
 
 def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
-    """Return the groups of layers whose features the heads receive, one group for each head.
+    """Return the groups of layers whose concatenated features the heads receive.
 
     Args:
         layers: Requested layers.
-        layers_mode: "single" gives each requested layer its own head. "multi" and "last4" use only
-            the last requested layer, and give one head. With "multi", the head receives four evenly
-            spaced layers, of which the last is the requested one. With "last4", it receives the
-            requested layer and the three layers before it.
+        layers_mode: "single" returns each requested layer as a group. "multi" and "last4" return
+            one group, which ends with the last requested layer. With "multi", it consists of four
+            evenly spaced layers. With "last4", it also contains the three layers before the last
+            requested one.
     """
     last = max(layers)
     if layers_mode == "multi":
@@ -211,15 +222,15 @@ def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
 
 
 def reject_single_block(spec: FacetSpec | None, layers_mode: str) -> None:
-    """Raise a ConfigurationError if a head needs several blocks, but the facet names only one.
+    """Raise a ConfigurationError if heads need features of several blocks, but the user names one.
 
-    A facet (kind of feature) can be a submodule of one block, such as "blocks.7.mlp". A head needs
-    several blocks if `layers_mode` is not "single".
+    The user can name a submodule of one block, such as "blocks.7.mlp", as the kind of feature
+    (facet). Heads need several blocks if `layers_mode` is not "single".
     """
     if spec and spec.block is not None and layers_mode != "single":
         raise ConfigurationError(
             f"probe.layers_mode={layers_mode} needs features of several blocks, but probe.facet "
-            f"names only block {spec.block}. Replace this index by *, as in blocks.*.mlp"
+            f"names only block {spec.block}. Replace this number with *, as in blocks.*.mlp"
         )
 
 
@@ -227,8 +238,8 @@ def parse_patch_facet(facet: str, norm: str) -> FacetSpec:
     """Return the kind of patch features that the settings `facet` and `norm` of a probe select.
 
     Args:
-        facet: Name from the user, such as "token" or "key".
-        norm: "final" turns the facet "token" into "token_normed", the tokens after the encoder's
+        facet: Kind of feature that the user has set, such as "token" or "key".
+        norm: With "final", the facet "token" becomes "token_normed", the tokens after the encoder's
             final norm. Other values have no effect.
 
     Raises:
@@ -249,17 +260,20 @@ def parse_patch_facet(facet: str, norm: str) -> FacetSpec:
 # Views.
 
 View = tuple[Float[Tensor, "3 size size"], UInt8[Tensor, "height width"]]
-"""RGB values in [0, 1], and the mask of the same area, which may have another resolution."""
+"""A square part of an image: RGB values in [0, 1], and the mask of the same area.
+
+The mask may have another resolution.
+"""
 
 _TRIES = 10
-# Maximum ratio of the longer side of a scaled image to its intended shorter side.
+# The longer side of a scaled image is at most this number times its intended shorter side.
 _MAX_ASPECT = 4
 
 
 class TrainingViews:
-    """The base class of methods that make training views of an image, such as random crops.
+    """The base class of methods that make views of a training image, such as random crops.
 
-    Subclasses are frozen dataclasses.
+    A view is a square with the mask of the same area. Subclasses are frozen dataclasses.
 
     Attributes:
         count: Number of views of each image.
@@ -268,7 +282,7 @@ class TrainingViews:
     count: int
 
     def view(self, sample: Sample, number: int, size: int) -> View:
-        """Return a view of an image. Repeated calls return the same view.
+        """Return a view (a square with its mask) of an image. Repeated calls return the same view.
 
         Args:
             sample: Image and mask.
@@ -283,7 +297,7 @@ class TrainingViews:
 
 @dataclass(frozen=True)
 class WholeImage(TrainingViews):
-    """The whole image, resized to a square. The second view is its mirror image."""
+    """Views of whole images, resized to squares. The second view is a mirror image of the first."""
 
     count: int = 1
 
@@ -295,12 +309,13 @@ class WholeImage(TrainingViews):
 
 @dataclass(frozen=True)
 class CentralSquare(TrainingViews):
-    """The central square of an image that has a class but no mask.
+    """Views of the central squares of images that have a class but no mask.
 
-    Every view must have a mask, so it gets a meaningless mask of one pixel with the label 0.
+    Every view must have a mask. These views get a meaningless mask of one pixel with the label 0.
 
     Attributes:
         share: Ratio of the square's side to the shorter side of the image.
+        count: Number of views of each image.
     """
 
     share: float
@@ -314,14 +329,15 @@ class CentralSquare(TrainingViews):
 
 @dataclass(frozen=True)
 class ResizedCrops(TrainingViews):
-    """Crops of random area and aspect ratio, resized to a square.
+    """Views that are crops of random area and aspect ratio, resized to squares.
 
     Each crop is mirrored with probability 0.5.
 
     Attributes:
+        count: Number of crops of each image.
         seed: Seed of the crops.
-        area: Range of the crop's share of the image area.
-        aspect: Range of the ratio of width to height.
+        area: Smallest and largest area of a crop, relative to the area of the image.
+        aspect: Smallest and largest ratio of a crop's width to its height.
     """
 
     count: int
@@ -345,8 +361,8 @@ class ResizedCrops(TrainingViews):
             rows, cols = round((area / aspect) ** 0.5), round((area * aspect) ** 0.5)
             if 0 < rows <= height and 0 < cols <= width:
                 return _random_slice(random, height, rows), _random_slice(random, width, cols)
-        # No window fits into the image. Use the largest central window with an allowed aspect
-        # ratio.
+        # No random window fits into the image. Use the largest central window with an allowed
+        # aspect ratio.
         least, most = self.aspect
         rows, cols = min(height, round(width / least)), min(width, round(height * most))
         top, left = (height - rows) // 2, (width - cols) // 2
@@ -355,7 +371,9 @@ class ResizedCrops(TrainingViews):
 
 @dataclass(frozen=True)
 class ScaledCrops(TrainingViews):
-    """Square crops of a randomly resized image. Each crop is mirrored with probability 0.5.
+    """Views that are square crops of randomly resized images.
+
+    Each crop is mirrored with probability 0.5.
 
     The shorter side of the resized image is a random factor times the side of the crop. If the
     aspect ratio of the image is above 4, its longer side gets four times this length instead. If
@@ -363,9 +381,10 @@ class ScaledCrops(TrainingViews):
     and ignored in the mask.
 
     Attributes:
+        count: Number of crops of each image.
         seed: Seed of the crops.
         mean: Mean colour, RGB in [0, 1].
-        factor: Range of the random factor.
+        factor: Smallest and largest random factor.
         dominance: A crop is drawn again if one class has at least this share of its labelled
             pixels, or if it has no labelled pixel. At most ten crops are drawn.
 
@@ -414,10 +433,14 @@ class ScaledCrops(TrainingViews):
 def make_views(
     crops: str, count: int, seed: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
 ) -> TrainingViews:
-    """Return the method that makes training views of an image.
+    """Return the method that makes views (square parts) of training images.
 
-    `crops` is "whole" (resized image), "resized" or "scaled" (two kinds of random crops). `count`
-    is the number of views of each image. `mean` is the colour outside the image in scaled crops.
+    Args:
+        crops: Kind of views. "whole" stands for whole images (`WholeImage`), "resized" for random
+            crops (`ResizedCrops`), and "scaled" for crops of resized images (`ScaledCrops`).
+        count: Number of views of each image.
+        seed: Seed of random crops.
+        mean: RGB colour outside the image in "scaled" crops.
     """
     if crops == "resized":
         return ResizedCrops(count, seed)
@@ -427,9 +450,10 @@ def make_views(
 
 
 def reject_identical_views(crops: str, count: int) -> None:
-    """Raise a ConfigurationError if whole images would have more than two views.
+    """Raise a ConfigurationError if more than two views of each whole image are requested.
 
-    A third view would be the same as one of the first two.
+    The first view is the image and the second is its mirror image, so a third view would be the
+    same as one of them. `crops` is the kind of views, and `count` is their number.
     """
     if crops == "whole" and count > 2:
         raise ConfigurationError(
@@ -442,7 +466,7 @@ def reject_identical_views(crops: str, count: int) -> None:
 def image_and_mask(
     sample: Sample,
 ) -> tuple[Float[Tensor, "3 height width"], UInt8[Tensor, "height width"]]:
-    """Return the image of a sample with values in [0, 1], and its mask.
+    """Return the image of a sample as a tensor with values in [0, 1], and its mask as a tensor.
 
     Raises:
         DataError: The sample has no mask.
@@ -456,7 +480,7 @@ def image_and_mask(
 def resize_bilinear(
     image: Float[Tensor, "3 height width"], rows: int, cols: int
 ) -> Float[Tensor, "3 rows cols"]:
-    """Resize an image by antialiased bilinear interpolation. Its aspect ratio may change."""
+    """Resize an image to `rows` x `cols` pixels by antialiased bilinear interpolation."""
     size = (rows, cols)
     return F.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0].clamp_(0, 1)
 
@@ -464,7 +488,10 @@ def resize_bilinear(
 def resize_bicubic(
     image: UInt8[np.ndarray, "height width 3"], rows: int, cols: int
 ) -> Float[Tensor, "3 {rows} {cols}"]:
-    """Resize an RGB image by antialiased bicubic interpolation, and scale its values to [0, 1]."""
+    """Resize an RGB image by antialiased bicubic interpolation, and scale its values to [0, 1].
+
+    `rows` and `cols` are the new height and width in pixels.
+    """
     pixels = Image.fromarray(image).resize((cols, rows), Image.Resampling.BICUBIC)
     return torch.from_numpy(np.asarray(pixels).copy()).permute(2, 0, 1).float() / 255
 
@@ -472,7 +499,7 @@ def resize_bicubic(
 def resize_mask(
     mask: UInt8[Tensor, "height width"], rows: int, cols: int
 ) -> UInt8[Tensor, "rows cols"]:
-    """Resize a mask. Each new pixel gets the label at its center."""
+    """Resize a mask to `rows` x `cols` pixels. Each new pixel gets the label at its center."""
     # The mode "nearest" takes the label at the corner of a new pixel, which shifts the mask.
     return F.interpolate(mask[None, None], size=(rows, cols), mode="nearest-exact")[0, 0]
 
@@ -482,7 +509,7 @@ def _mirror(image: Float[Tensor, "3 size size"], mask: UInt8[Tensor, "height wid
 
 
 def _view_generator(seed: int, image_id: str, number: int) -> np.random.Generator:
-    """Return a random generator that depends only on the seed, the image and the view."""
+    """Return a random number generator that depends only on a seed, an image and a view number."""
     digest = sha256(image_id.encode(errors="surrogateescape")).digest()
     return np.random.default_rng([seed, number, int.from_bytes(digest[:8], "little")])
 

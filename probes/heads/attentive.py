@@ -33,15 +33,16 @@ _QUERY_DEVIATION = 0.02
 class AttentivePooling:
     """Training of attentive heads, which pool the patches of an image with learned queries.
 
-    The heads are trained with the optimizer `LARS`. The published code of the paper (see the top of
-    this file) uses learning rates of 0.1 to 1.5, batches of 256 images, and 90 epochs of random
-    crops.
+    The heads are trained with the optimizer `LARS`. The authors of the published code (see the top
+    of this file) train for 90 epochs of random crops with batches of 4,096 images. They multiply a
+    base learning rate by batch size / 256, and search it between 0.1 and 1.5.
 
     Attributes:
         queries: Number of queries of each head, which must divide the encoder's number of channels.
             With 384 channels and 32 queries, for example, each query pools 12 channels.
         learning_rates: Peak learning rates. One head is trained for each rate, and one of these
             heads is selected afterwards.
+        epochs: Number of passes over the training images.
         batch_size: Number of images per step. Pooled channels are normalised over these images.
     """
 
@@ -60,7 +61,7 @@ class AttentivePooling:
         return {"pool": "attentive", "optimizer": "lars", **own}
 
     def require_divisible(self, dim: int) -> None:
-        """Check that the number of queries divides the number of channels of the encoder.
+        """Check that the number of queries divides `dim`, the number of channels of the encoder.
 
         Raises:
             ConfigurationError: The number of queries does not divide `dim`.
@@ -85,13 +86,19 @@ class AttentivePooling:
         device: torch.device,
         progress: Progress,
     ) -> "TrainedAttentiveHeads":
-        """Train one head for each layer and learning rate.
+        """Train one attentive head for each layer and learning rate.
 
-        `entries` are the indices of the training examples to use. `labels` contains the labels of
-        all examples.
+        Args:
+            features: Patch features of the training images.
+            labels: Class of each training image.
+            entries: Indices of the training images to use.
+            classes: Number of classes.
+            seed: Seed of the initial weights and of the order of the images.
+            device: Device of the heads.
+            progress: Function that shows a progress bar.
         """
         start, layers = time.monotonic(), features.layers
-        # The batch normalisation of a smaller last batch would differ, so that batch is left out.
+        # A smaller last batch is left out, because its batch normalisation would differ.
         num_batches = max(1, len(entries) // self.batch_size)
         by_epoch = shuffled_batches(entries, self.batch_size, epochs=self.epochs, seed=seed)
         batches = [*chain(*(epoch[:num_batches] for epoch in by_epoch))]
@@ -133,17 +140,20 @@ class AttentivePooling:
 class AttentiveHeads:
     """Attentive heads, one for each layer (source) and each learning rate (value).
 
-    The attention weights of a query are the softmax of its scaled dot products with the patches.
-    Patches are used as keys without a projection. Each query pools dim / queries output channels of
-    the value projection. The pooled channels are batch-normalised without scale and shift, and
-    classified by a linear layer.
+    Each head has several learned queries. The attention weights of a query are the softmax of its
+    scaled dot products with the patches, which are used as keys without a projection. Each query
+    pools dim / queries output channels of the value projection. The pooled channels of all queries
+    are batch-normalised without scale and shift, and classified by a linear layer.
 
     Attributes:
+        query: The learned queries.
         value: Value projection without a bias. The first dim / queries rows belong to the first
             query, and so on.
+        weight: Weight of the linear layer.
+        bias: Bias of the linear layer.
         mean: Running mean of the pooled channels over training batches. It normalises the channels
             of images that are scored after the training.
-        variance: Running variance of the pooled channels, used in the same way.
+        variance: Running variance of the pooled channels, used like `mean`.
 
     Source: `poolings/ep.py` and `probe_heads.py` of Efficient probing (see the top of this file),
     with one attention head and `d_out=1`.
@@ -170,7 +180,8 @@ class AttentiveHeads:
     ) -> "AttentiveHeads":
         """Return untrained heads for all sources (layers) and values (learning rates).
 
-        All heads have the same random weights.
+        All heads have the same random weights. `sources` and `values` are the numbers of layers and
+        of learning rates.
         """
         generator, width = torch.Generator().manual_seed(seed), 1 / math.sqrt(dim)
 
@@ -186,7 +197,7 @@ class AttentiveHeads:
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tensors that are trained: query, value, weight and bias."""
+        """Return the tensors that are trained: query, value, weight and bias."""
         return self.query, self.value, self.weight, self.bias
 
     def loss_and_gradients(
@@ -197,8 +208,8 @@ class AttentiveHeads:
     ) -> tuple[Float[Tensor, " values"], list[Tensor]]:
         """Return the mean cross-entropy of each head of a source (layer), and the gradients.
 
-        The gradients are in the order of `parameters`. The pooled channels are normalised over the
-        batch. The call also updates `mean` and `variance`.
+        The gradients are in the order of `self.parameters`. The pooled channels are normalised over
+        the batch. The call also updates the running `mean` and `variance`.
         """
         leaves = [part[source].detach().requires_grad_() for part in self.parameters]
         query, value, weight, bias = leaves
@@ -217,7 +228,7 @@ class AttentiveHeads:
     def logits(
         self, source: int, tokens: Float[Tensor, "batch tokens dim"]
     ) -> Float[Tensor, "values batch classes"]:
-        """Return the logits of all heads of a source (layer), after the training.
+        """Return the logits of all trained heads of a source (layer).
 
         The pooled channels are normalised with the running mean and variance, not over the batch.
         """
@@ -232,10 +243,10 @@ def pool_tokens(
     query: Float[Tensor, "values queries dim"],
     value: Float[Tensor, "values dim dim"],
 ) -> Float[Tensor, "values batch dim"]:
-    """Pool the tokens of each image with each query of a head, and concatenate the results.
+    """Pool the tokens of each image with the queries of each head, and concatenate the results.
 
-    Tokens are pooled before the value projection, so that no head has to project all tokens. Both
-    operations are linear, so their order does not matter.
+    Tokens are pooled before the value projection, because projecting all tokens would take longer.
+    Both operations are linear, so their order does not matter.
     """
     values, queries, dim = query.shape
     scores = F.linear(tokens, query.flatten(0, 1) * dim**-0.5)  # batch tokens values*queries
@@ -247,11 +258,11 @@ def pool_tokens(
 
 @dataclass(frozen=True)
 class TrainedAttentiveHeads:
-    """Trained attentive heads, with the layers whose patches they pool.
+    """Trained attentive heads, and the layers whose patches they pool.
 
     Attributes:
         constant_channels: Number of channels of each layer that do not vary in the first batch.
-        seconds: Time that the training took.
+        seconds: Time that the training took, in seconds.
     """
 
     layers: tuple[int, ...]

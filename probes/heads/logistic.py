@@ -1,8 +1,9 @@
 """Train logistic regressions by L-BFGS until convergence, for many layers and values of C.
 
-C is the weight of the loss relative to the penalty. All heads share each pass over the features,
-but each head has its own curvature and step length. Heads that have converged or stalled are left
-out of later passes. `minimise` works for any smooth convex functions.
+C is the weight of the loss relative to the penalty. All heads are trained in the same passes over
+the features, but each head has its own curvature and step length. Heads that have converged or
+stalled (made no more progress) are left out of later passes. `minimise` works for any smooth convex
+functions.
 """
 
 import time
@@ -34,8 +35,8 @@ from ssl_bench.system.device import to_device, to_float64
 _Values = Float64[Tensor, "problems parameters"]
 _Losses = Float64[Tensor, " problems"]
 _Indices = Int64[Tensor, " problems"]
-# A step, the change of the gradient, and the inverse of their dot product, or 0 if that is not
-# positive.
+# A step, the change of the gradient, and the inverse of their dot product. The third element is 0
+# if the dot product is not positive.
 _Pair = tuple[_Values, _Values, _Losses]
 
 # A step is accepted if it gives at least this fraction of the decrease that the slope predicts.
@@ -100,8 +101,17 @@ class LogisticRegression(Training):
     ) -> TrainedHeads:
         """Train one head for each source (group of layers) and each value of C.
 
-        The training involves no randomness. The journal (a file with unfinished work) is ignored,
-        so an interrupted training starts from the beginning.
+        The training involves no randomness.
+
+        Args:
+            spec: Properties of the heads, such as the number of classes.
+            features: Features and labels of the training images.
+            sources: Groups of layers. The heads of a group receive the concatenated features of its
+                layers.
+            entries: Indices of the training views to use. A view is a crop of an image.
+            progress: Function that shows a progress bar.
+            journal: File with unfinished work. It is ignored, so an interrupted training starts
+                from the beginning.
         """
         del journal
         start = time.monotonic()
@@ -134,7 +144,7 @@ class LogisticRegression(Training):
         num_weights = spec.classes * dim
 
         def make_heads(source: int, values: _Values) -> LinearHeads:
-            """Build the heads that read one source (group of layers).
+            """Build the heads that receive the features of one source (group of layers).
 
             Each row of `values` has the parameters of a head.
             """
@@ -166,7 +176,7 @@ class LogisticRegression(Training):
         # If all weights are zero, these biases minimise the loss.
         start_bias = frequencies.log().expand(len(penalty), -1)
         name = (
-            f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}, fewer steps if it converges"
+            f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}, may converge in fewer steps"
         )
         minimum = minimise(
             objective,
@@ -199,8 +209,8 @@ def hessian_inverse(
 ) -> Callable[[_Values], _Values]:
     """Return a function that multiplies gradients by an approximation of the inverse Hessian.
 
-    Let f be the frequency of a class. The Hessian of the weights of this class is approximately f
-    (1 - f) times the covariance of the features, plus the penalty.
+    Let f be the frequency of a class. The Hessian of the loss with respect to the weights of this
+    class is approximately f (1 - f) times the covariance of the features, plus the penalty.
 
     Args:
         covariances: Covariance of the features of each source (group of layers).
@@ -230,11 +240,13 @@ class Minimum:
     """The result of minimising several functions, each of which is called a problem.
 
     Attributes:
-        converged: Whether each problem has converged: no entry of its gradient exceeds the
-            tolerance. The tensor is on the CPU.
+        values: Parameters of each problem at the end.
+        converged: Whether each problem has converged, which means that no entry of its gradient
+            exceeds the tolerance. The tensor is on the CPU.
         stalled: Whether each problem stopped early because several steps lowered neither its loss
             nor its gradient. A problem that neither converged nor stalled reached the maximum
             number of steps.
+        iterations: Number of steps.
     """
 
     values: Float64[Tensor, "problems parameters"]
@@ -270,7 +282,7 @@ def minimise(
     everything = torch.arange(len(start))
     loss, gradient = objective(everything, start)
     largest = gradient.abs().amax(1)
-    # These flags are on the CPU, which waits for the device only once after each trial.
+    # These flags are on the CPU, so that the CPU waits for the device only once after each trial.
     converged = (largest <= gradient_tolerance).cpu()
     without_progress = torch.zeros(len(start), dtype=torch.int64)
     for _ in iterations:
@@ -325,7 +337,8 @@ def _descent_direction(
     """Return the search direction of L-BFGS, computed by the two-loop recursion.
 
     It is the negative gradient times an approximation of the inverse Hessian. `pairs` contains the
-    last steps, and the changes of the gradient in these steps.
+    last steps, and the changes of the gradient in these steps. `precondition` multiplies gradients
+    by an initial approximation of the inverse Hessian.
     """
     direction, shares = gradient.clone(), []
     for step, change, weight in reversed(pairs):

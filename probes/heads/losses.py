@@ -2,7 +2,7 @@
 
 A head is linear, so upsampling its logits gives the same result as applying the head to upsampled
 features. Heads therefore compute logits for patches, and only the loss handles pixels. Each loss
-returns its value and its gradient. The work is divided into pieces that fit into the cache.
+returns its value and its gradient. The work is divided into pieces that fit into the CPU's cache.
 `summed_logsumexp` computes the expensive part of the loss of bilinearly upsampled logits. It never
 stores the upsampled logits of all heads.
 """
@@ -24,15 +24,15 @@ from ssl_bench.scores import IGNORED
 from ssl_bench.system.device import float64_device, value_counts
 from ssl_bench.system.output import say
 
-# Maximum size of a piece in bytes, unless a single row of cells is larger. On a CPU, a piece fits
-# into the cache. On a GPU, large pieces need few kernel launches.
+# Maximum size in bytes of a piece of work, unless a single row of cells is larger. On a CPU, a
+# piece fits into the cache. On a GPU, large pieces need few kernel launches.
 PIECE_BYTES = {"cpu": 2**21, "cuda": 2**28, "mps": 2**28}
 # Exponentials of logits below about -87 underflow in float32, so that their products are wrong.
 _LOWEST_LOGIT = -80
-# Maximum number of pixels of a cell whose exponentials are computed as products, because rounding
-# errors grow with the number of factors.
+# Exponentials are computed as products only in cells of at most this number of pixels, because
+# rounding errors grow with the number of factors.
 _MAX_PRODUCTS = 16**2
-# Maximum number of pixels of a cell for the kernel, which keeps them in registers.
+# Maximum number of pixels of a cell for the Triton kernel, which keeps them in registers.
 _MAX_KERNEL_PIXELS = 32**2
 
 Logits = Float[Tensor, "heads classes batch rows cols"]
@@ -40,7 +40,7 @@ Logits = Float[Tensor, "heads classes batch rows cols"]
 
 @dataclass(frozen=True)
 class PixelTargets:
-    """Labels of a batch in the form that a segmentation loss needs. All heads share them.
+    """Labels of a batch of images, as two tensors from which a segmentation loss is computed.
 
     The loss of a pixel is the logsumexp of its class logits minus the logit of its true class.
 
@@ -50,24 +50,25 @@ class PixelTargets:
             patch as one pixel.
         counted: Weight of the logsumexp of each pixel, or 0 if the pixel is ignored.
             `UpsampledLoss` groups pixels by cells. A cell is the area between four patch centers.
-            `ResampledLoss` has one weight for each pixel of the label maps (shape 1 batch height
-            width). All other losses have one weight for each patch (shape 1 batch rows cols).
+            `ResampledLoss` has one weight for each pixel of the label maps (shape 1 x batch x
+            height x width). All other losses have one weight for each patch (shape 1 x batch x rows
+            x cols).
     """
 
     label_weights: Float[Tensor, "classes batch rows cols"]
     counted: Float[Tensor, "pixels batch cell_rows cell_cols"]
 
     def select(self, images: slice) -> "PixelTargets":
-        """Return the part of the labels that belongs to some images of the batch."""
+        """Return the labels of some images of the batch, given as a slice of its image indices."""
         return PixelTargets(self.label_weights[:, images], self.counted[:, images])
 
 
 class PixelLoss:
-    """The base class of the losses that heads can be trained with.
+    """The base class of the losses with which heads are trained.
 
-    Each file in configs/probe/segmentation/loss selects one loss. By default, `loss_and_gradient`
-    computes the cross-entropy between the logits of each patch and the distribution of its labels.
-    Losses that upsample the logits override this method.
+    Each file in configs/probe/segmentation/loss selects one loss. The method `loss_and_gradient` of
+    this class computes the cross-entropy between the logits of each patch and the distribution of
+    its labels. Losses that upsample the logits override this method.
     """
 
     def settings(self) -> dict[str, Any]:
@@ -75,18 +76,19 @@ class PixelLoss:
         raise NotImplementedError
 
     def label_size(self, grid: int, patch: int) -> int:
-        """Return the side of the label maps in pixels.
+        """Return the side in pixels of the label maps that the loss needs.
 
-        There are `grid` x `grid` patches, and the side of a patch is `patch` pixels.
+        The encoder's input has `grid` x `grid` patches with a side of `patch` pixels.
         """
         return grid * patch
 
     def targets(
         self, labels: Integer[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
-        """Return the labels of a batch in the form that the loss needs.
+        """Convert the label maps of a batch to the tensors from which the loss is computed.
 
-        `grid` is the number of rows and columns of patches.
+        `classes` is the number of classes. `grid` contains the numbers of rows and columns of
+        patches.
         """
         raise NotImplementedError
 
@@ -95,7 +97,7 @@ class PixelLoss:
     ) -> tuple[Float[Tensor, " heads"], Logits]:
         """Return the loss of each head, summed over the labelled pixels, and its gradient.
 
-        The gradient is with respect to `logits`.
+        The gradient is with respect to `logits`, the logits of the patches.
         """
         label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
         probabilities = logits.softmax(1)
@@ -108,7 +110,7 @@ class PixelLoss:
 class HistogramLoss(PixelLoss):
     """Cross-entropy of each patch's logits against the histogram of the pixel labels inside it.
 
-    It equals the cross-entropy over all pixels if each pixel has the logits of its patch.
+    The result is the same as if each pixel had the logits of its patch.
     """
 
     def settings(self) -> dict[str, Any]:
@@ -144,9 +146,9 @@ class MajorityLoss(PixelLoss):
 
 @dataclass(frozen=True)
 class LabelLoss(PixelLoss):
-    """Cross-entropy of the logits of each image against its class.
+    """Cross-entropy of the logits of each image against its class, for classification.
 
-    The image is treated as a single patch.
+    The image is treated as a single patch with a single pixel.
     """
 
     def targets(
@@ -161,14 +163,14 @@ class LabelLoss(PixelLoss):
 class UpsampledLoss(PixelLoss):
     """Cross-entropy of bilinearly upsampled logits against label maps.
 
-    The side of the label maps is a multiple of the side of the token grid. The loss of a pixel is
-    its log-normaliser (the logsumexp of its class logits) minus the logit of its true class. Only
-    the log-normalisers need upsampled logits. The logits of the true classes are summed without
-    upsampling, as weighted sums of patch logits.
+    The side of the label maps in pixels is a multiple of the side of the patch grid. The loss of a
+    pixel is its log-normaliser (the logsumexp of its class logits) minus the logit of its true
+    class. Only the log-normalisers need upsampled logits. The sum of the true-class logits is
+    computed without upsampling, as a weighted sum of patch logits.
 
     Attributes:
-        factor: Ratio of the side of the label maps to the side of the token grid, or None for label
-            maps at the encoder's input size.
+        factor: Number of label pixels along the side of a patch, or None for label maps at the
+            encoder's input size.
     """
 
     factor: Count | None = 4
@@ -217,10 +219,10 @@ class UpsampledLoss(PixelLoss):
 
 @dataclass(frozen=True)
 class ResampledLoss(PixelLoss):
-    """Cross-entropy of bilinearly upsampled logits against labels of any size.
+    """Cross-entropy of bilinearly upsampled logits against label maps of any size.
 
-    The size need not be a multiple of the token grid. For the same number of pixels, this loss is
-    slower than `UpsampledLoss`.
+    The side of the label maps need not be a multiple of the side of the patch grid. For the same
+    number of pixels, this loss is slower than `UpsampledLoss`.
 
     Attributes:
         size: Side of the label maps in pixels.
@@ -263,9 +265,11 @@ class ResampledLoss(PixelLoss):
         return loss, gradient.sub_(label_weights)
 
     def _bilinear_matrices(self, grid: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the matrices that interpolate vertically and horizontally from patches to pixels.
+        """Return two matrices that upsample a map of patches, vertically and horizontally.
 
-        They are bilinear interpolation weights, with pixels as rows and patches as columns.
+        They contain bilinear interpolation weights, with pixels as rows and patches as columns.
+        `grid` contains the numbers of rows and columns of patches. The matrices have the dtype and
+        device of `like`.
         """
         device = float64_device(like.device)
         pixels = torch.arange(self.size, dtype=torch.float64, device=device)
@@ -280,7 +284,10 @@ class ResampledLoss(PixelLoss):
 def label_histograms(
     labels: UInt8[Tensor, "batch height width"], pixels_per_patch: int, classes: int
 ) -> Float[Tensor, "classes batch rows cols"]:
-    """Count the pixels of each class in the area of each patch. Ignored pixels are not counted."""
+    """Count the pixels of each class in the area of each patch. Ignored pixels are not counted.
+
+    A patch covers `pixels_per_patch` x `pixels_per_patch` pixels of the label map.
+    """
     _, height, width = labels.shape
     rows, cols = height // pixels_per_patch, width // pixels_per_patch
     # bincount is limited by memory bandwidth, so the indices are int32.
@@ -298,18 +305,18 @@ def summed_logsumexp(
 ) -> tuple[Float[Tensor, " heads"], Logits]:
     """Sum the log-normalisers of all pixels for each head, and compute the gradients of the sums.
 
-    The log-normaliser of a pixel is the logsumexp over the classes of its bilinearly upsampled
-    logits. To limit the memory, the logits are processed in pieces. On a CPU, the pieces fit into
-    the cache. On CUDA, a Triton kernel computes the pieces if the logits are float32, the cells
-    have at most 32 x 32 pixels, and Triton can compile it. Otherwise, PyTorch computes them.
+    The log-normaliser of a pixel is the logsumexp of its bilinearly upsampled class logits. To
+    limit the memory, the logits are processed in pieces. On a CPU, the pieces fit into the cache.
+    On CUDA, a Triton kernel computes the pieces if the logits are float32, the cells have at most
+    32 x 32 pixels, and Triton can compile it. Otherwise, PyTorch computes them.
 
     Args:
         logits: Logits of the patches. The largest logit of each patch must be 0.
-        counted: Weight of each pixel in the sum. A cell is the area between four patch centers, and
-            its pixels are in row-major order.
+        counted: Weight of each pixel in the sum. Pixels are grouped by cells. A cell is the area
+            between four patch centers. Its pixels are in row-major order.
 
     Returns:
-        The sum for each head, and its gradient with respect to `logits`.
+        The weighted sum for each head, and its gradient with respect to `logits`.
     """
     weights = corner_weights(round(len(counted) ** 0.5), logits.device)
     padded = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")
@@ -329,7 +336,7 @@ def summed_logsumexp(
 
 @cache
 def _find_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return `sum_with_kernel`, or None if Triton cannot compile it for the device."""
+    """Return the function `sum_with_kernel`, or None if Triton cannot compile it for the device."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     from probes.heads.pixel_kernel import sum_with_kernel
@@ -352,7 +359,18 @@ def _sum_piece(
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
     """Sum the log-normalisers of upsampled logits for each head, and compute the gradients.
 
-    Arguments and results are those of `sum_with_kernel`.
+    The log-normaliser of a pixel is the logsumexp of its class logits. This function computes the
+    same as `sum_with_kernel`, but with PyTorch.
+
+    Args:
+        padded: Logits of the patches. The patches at the edge of the grid are repeated once beyond
+            it.
+        counted: Weight of each pixel of each cell. A cell is the area between four patch centers.
+        weights: Bilinear weights of the four patches at the corners of a cell, for each pixel.
+
+    Returns:
+        The weighted sum for each head, and its gradients with respect to the four corners of each
+        cell.
     """
     corners, weight, matrix = torch.stack(_corners(padded)), counted[:, None], weights.to(padded)
     is_product = torch.zeros(len(padded), dtype=torch.bool)
@@ -383,10 +401,13 @@ def _exponentials(
 ) -> Float[Tensor, "pixels values"]:
     """Return the exponentials of bilinearly upsampled logits, computed mostly by multiplication.
 
-    `corners` contains the logits of the four patches around each cell, the area between four patch
-    centers. Within a cell, the logit at the pixel (x, y) is a + bx + cy + dxy. The exponential at a
-    pixel is therefore that of its neighbour times a ratio. Multiplication is faster than the
-    exponential function.
+    Within a cell (the area between four patch centers), the logit at the pixel (x, y) is a + bx +
+    cy + dxy. If the exponential at a pixel is known, the exponential at the next pixel follows by a
+    multiplication. This is faster than the exponential function.
+
+    Args:
+        corners: Logits of the four patches at the corners of each cell.
+        weights: Bilinear weights of these four patches for each pixel of a cell.
     """
     side = round(len(weights) ** 0.5)
     grid = weights.view(side, side, 4)
@@ -407,9 +428,10 @@ def _exponentials(
 def _corners(
     padded: Float[Tensor, "*some tall wide"],
 ) -> list[Float[Tensor, "*some cell_rows cell_cols"]]:
-    """Return the upper left, upper right, lower left and lower right patches of all cells.
+    """Return the values of the four patches at the corners of each cell.
 
-    A cell is the area between four patch centers. The results are tensor views of `padded`.
+    A cell is the area between four patch centers. The order is upper left, upper right, lower left
+    and lower right. The results are tensor views of `padded`, a map of patches.
     """
     rows = (padded[..., :-1, :], padded[..., 1:, :])
     return [side for row in rows for side in (row[..., :-1], row[..., 1:])]
@@ -424,9 +446,10 @@ def _add_to_corners(
 
 
 def _fold_edges(padded: Float[Tensor, "*some tall wide"]) -> Float[Tensor, "*some rows cols"]:
-    """Remove the padding of a patch grid, after adding its values to the outermost patches.
+    """Remove the padding of a map of gradients, after adding its values to the outermost patches.
 
-    The padding repeats the outermost patches once, so its gradients belong to these patches.
+    The padding of the logits repeats the outermost patches once, so its gradients belong to these
+    patches.
     """
     for axis in (-2, -1):
         padded.select(axis, 1).add_(padded.select(axis, 0))
@@ -438,9 +461,9 @@ def _fold_edges(padded: Float[Tensor, "*some tall wide"]) -> Float[Tensor, "*som
 def corner_weights(side: int, device: torch.device | None = None) -> Float[Tensor, "pixels 4"]:
     """Return the bilinear weights of the four surrounding patches for the pixels of one cell.
 
-    A cell lies between four patch centers and has `side` x `side` pixels, as in bilinear upsampling
-    with `align_corners=False`. The order of patches is upper left, upper right, lower left, lower
-    right.
+    A cell is the area between four patch centers, and has `side` x `side` pixels. The weights are
+    those of bilinear upsampling with `align_corners=False`. The order of the patches is upper left,
+    upper right, lower left, lower right.
     """
     first = 0.5 if side % 2 == 0 else 0.0
     numbers = torch.arange(side, dtype=torch.float64, device=device and float64_device(device))
@@ -450,7 +473,10 @@ def corner_weights(side: int, device: torch.device | None = None) -> Float[Tenso
 
 
 def logsumexp(logits: Tensor, probabilities: Tensor, axis: int) -> Tensor:
-    """Return the logarithm of the sum of exponentials, computed from logits and their softmax."""
+    """Return the logsumexp of logits, computed from the logits and their softmax.
+
+    `probabilities` are the softmax of the logits along the tensor axis `axis`.
+    """
     # The largest probability is at least 1 / classes, so its logarithm is accurate.
     return logits.amax(axis) - probabilities.amax(axis).log_()
 
@@ -458,10 +484,11 @@ def logsumexp(logits: Tensor, probabilities: Tensor, axis: int) -> Tensor:
 def _pieces(
     padded: Float[Tensor, "heads classes batch tall wide"], values_per_cell: int
 ) -> list[list[slice]]:
-    """Split the work into pieces of limited size.
+    """Split the computation of a loss into pieces of limited size in memory.
 
-    A cell is the area between four patch centers. Return slices of heads, of images and of rows of
-    cells. Each combination of these slices is a piece.
+    Return three lists: slices of heads, slices of images, and slices of rows of cells. A cell is
+    the area between four patch centers. Each combination of three such slices is a piece.
+    `values_per_cell` is the number of values for each class that a cell takes in memory.
     """
     heads, classes, images, tall, wide = padded.shape
     budget, pieces = PIECE_BYTES[padded.device.type], []

@@ -33,8 +33,9 @@ def sum_with_kernel(
             pixels.
 
     Returns:
-        The sum for each head, and its gradients with respect to the four corners of each cell. The
-        gradients of a patch in different cells are not added up.
+        The weighted sum for each head, and its gradients with respect to the logits at the four
+        corners of each cell. A patch is a corner of several cells. Its gradients in these cells are
+        not added up.
     """
     heads, classes, images, tall, wide = padded.shape
     padded, counted, weights = padded.contiguous(), counted.contiguous(), weights.to(padded)
@@ -57,7 +58,9 @@ def sum_with_kernel(
 def _upsample(logits, corners, wide, is_cell, w0, w1, w2, w3):
     """Return the upsampled logits of one class at all pixels (columns) of some cells (rows).
 
-    A cell is the area between four patch centers.
+    A cell is the area between four patch centers. `corners` are the memory offsets of the patches
+    at the upper left corners. `wide` is the number of patches in a row of the padded grid. w0 to w3
+    are the bilinear weights of the four corners.
     """
     upper_left = tl.load(logits + corners, is_cell, 0.0)[:, None]
     upper_right = tl.load(logits + corners + 1, is_cell, 0.0)[:, None]

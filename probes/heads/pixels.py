@@ -43,9 +43,10 @@ _NODE_LOGITS = 1 << 19
 # Number of pixels that are filled together, so that they fit into the cache of a core.
 _PIECE_PIXELS = 1 << 16
 # Bound on rounding errors, relative to the largest logit. Logits that are interpolated from nodes
-# differ from the definition by less than 25 eps, and differences of two logits by less than 50 eps.
+# differ by less than 25 eps from the definition in the docstring of this module. Differences of two
+# logits therefore differ by less than 50 eps.
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
-# Differences between larger logits may overflow.
+# Differences of logits with a larger magnitude may overflow.
 _MAX_LOGIT = 1e30
 _EXACT_PIXELS = 4096
 
@@ -55,9 +56,9 @@ def predict_pixels(
 ) -> UInt8[Tensor, "heads height width"]:
     """Return the class with the largest bilinearly upsampled logit, for every pixel.
 
-    On a GPU, all logits are upsampled. On a CPU, `predict_pixels_exactly` is used instead, except
-    for heads with huge or non-finite logits. The two methods may give different classes for pixels
-    whose class depends on rounding.
+    `logits` are the logits of patches. On a GPU, all of them are upsampled. On a CPU, the faster
+    function `predict_pixels_exactly` is used, except for heads with huge or non-finite logits. The
+    two methods may give different classes for pixels whose class depends on rounding.
     """
     if logits.device.type != "cpu":
         return predict_pixels_upsampled(logits, height, width)
@@ -77,7 +78,10 @@ def predict_pixels(
 def predict_pixels_upsampled(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """Predict the class of every pixel by upsampling all logits of a few heads at a time."""
+    """Predict the class of every pixel by bilinear upsampling of all patch logits.
+
+    To limit the memory, the logits of a few heads are upsampled at a time.
+    """
     maps = logits.movedim(-1, 1)
     pixel_bytes = maps.shape[1] * maps.element_size()
     num_heads = max(1, PIECE_BYTES[logits.device.type] // (height * width * pixel_bytes))
@@ -89,11 +93,12 @@ def predict_pixels_upsampled(
 def predict_pixels_exactly(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """Predict the class of every pixel on a CPU, with fully specified rounding and ties.
+    """Predict the class of every pixel from patch logits on a CPU, with exactly defined results.
 
-    The docstring of this module defines the class of a pixel. All logits must be finite and smaller
-    than 1e30 in magnitude. Each thread computes whole groups of heads, because single operations
-    are too small to be divided among threads.
+    The docstring of this module defines how logits are rounded, and which class wins if several
+    have the largest logit. All logits must be finite and smaller than 1e30 in magnitude. Each
+    thread computes whole groups of heads, because single operations are too small to be divided
+    among threads.
     """
     y, x = Axis.divide(height, logits.shape[1]), Axis.divide(width, logits.shape[2])
     threads = torch.get_num_threads()
@@ -139,19 +144,19 @@ class Axis:
     """The pixels along one axis of an image, divided into blocks between the patch centers.
 
     A block is a run of at most ten pixels. The outermost patches are repeated beyond the edge, so
-    every pixel lies in a gap between two patch centers. Each gap is cut into 1, 2, 4 or more blocks
-    of equal length. With such a power of two, the positions of the block ends are exact. The ends
-    of the blocks are called nodes.
+    every pixel lies in a gap between two patch centers. Each gap is divided into blocks of equal
+    length, whose number is a power of two. The ends of the blocks are called nodes. Their positions
+    have no rounding errors, because the number of blocks is a power of two.
 
     Attributes:
         patches: Number of patches.
-        patch_before: Index of the patch before each pixel. It is -1 before the first patch center.
-        weight_after: Interpolation weight of the patch after each pixel.
-        blocks_per_gap: Number of blocks between two patches.
+        patch_before: Index of the last patch center before each pixel, or -1 if there is none.
+        weight_after: Interpolation weight of the patch center after each pixel.
+        blocks_per_gap: Number of blocks between two patch centers.
         block: Index of the block of each pixel.
         has_pixels: Whether each block contains pixels.
-        block_pixels: Pixels of each block. If a block has fewer pixels than the largest one, its
-            last pixel is repeated.
+        block_pixels: Indices of the pixels of each block. If a block has fewer pixels than the
+            largest one, its last pixel is repeated.
         node_weights: Interpolation weight of the node after each pixel of `block_pixels`.
     """
 
@@ -189,7 +194,7 @@ class Axis:
 
     @property
     def max_block_size(self) -> int:
-        """Number of pixels along the side of the largest block."""
+        """Return the number of pixels in the largest block of this axis."""
         return len(self.block_pixels)
 
     @property
@@ -199,15 +204,19 @@ class Axis:
     def neighbours(
         self, pixels: Int64[Tensor, " pixels"]
     ) -> list[tuple[Int64[Tensor, " pixels"], Float[Tensor, " pixels"]]]:
-        """Return the patches before and after some pixels, and their interpolation weights."""
+        """Return the patches before and after some pixels, and their interpolation weights.
+
+        The first element of the list is for the patches before the pixels, and the second is for
+        the patches after them. Each consists of patch indices and weights.
+        """
         before, after = self.patch_before[pixels], self.weight_after[pixels]
         behind = (before + 1).clamp(max=self.patches - 1)
         return [(before.clamp(min=0), 1 - after), (behind, after)]
 
     def interpolate_nodes(self, values: Float[Tensor, "*some"], dim: int) -> Float[Tensor, "*more"]:
-        """Interpolate the values of patches at the nodes, which are the ends of the blocks.
+        """Interpolate the values of patches at the nodes, which are the ends of blocks of pixels.
 
-        `dim` is the tensor axis of the patches.
+        `dim` is the tensor dimension of `values` that belongs to the patches along this axis.
         """
         first, last = values.narrow(dim, 0, 1), values.narrow(dim, self.patches - 1, 1)
         padded = torch.cat([first, values, last], dim)
@@ -227,7 +236,9 @@ class UndecidedBlocks:
     """The blocks of pixels in which more than one class can have the largest logit.
 
     Attributes:
-        head, row, col: Head of each block, and its row and column in the grid of all blocks.
+        head: Index of the head whose predictions are undecided in each block.
+        row: Row of each block in the grid of all blocks.
+        col: Column of each block in the grid of all blocks.
         margin: Logits that differ by less than the margin are tied, because rounding can change
             their order.
         count: Number of classes that can have the largest logit in each block. The blocks are
@@ -253,11 +264,11 @@ class UndecidedBlocks:
         places: tuple[Int64[Tensor, " blocks"], Int64[Tensor, " blocks"], Int64[Tensor, " blocks"]],
         margin: Float[Tensor, " heads"],
     ) -> "UndecidedBlocks":
-        """Find the classes that can have the largest logit in each of the given blocks.
+        """Find the classes that can have the largest logit in each of the given blocks of pixels.
 
         Args:
             nodes: Logits at the corners of all blocks.
-            places: Head, row and column of each undecided block.
+            places: Head, row and column of each of the given blocks.
             margin: Largest difference between two logits that rounding can cause, for each head.
         """
         _, rows, cols, num_classes = nodes.shape
@@ -308,11 +319,16 @@ class UndecidedBlocks:
 def _fill_blocks(
     predicted: UInt8[Tensor, "heads height width"], blocks: UndecidedBlocks, y: Axis, x: Axis
 ) -> Int64[Tensor, " pixels"]:
-    """Write the predicted class of each pixel of the undecided blocks into `predicted`.
+    """Predict the class of each pixel in some blocks of pixels, and write it into `predicted`.
 
     Return the pixels whose two largest logits are so close that rounding can change their order.
-    The pixels are indices into the flattened `predicted`. `y` and `x` are its vertical and its
-    horizontal axis.
+    They are given as indices into the flattened `predicted`.
+
+    Args:
+        predicted: Predicted classes of all pixels.
+        blocks: The blocks, in which more than one class can have the largest logit.
+        y: Vertical axis of the image.
+        x: Horizontal axis of the image.
     """
     num_blocks = max(1, _PIECE_PIXELS // (y.max_block_size * x.max_block_size))
     size = num_blocks * y.max_block_size * x.max_block_size
@@ -336,10 +352,15 @@ def _fill_blocks(
 
 
 def _find_largest(blocks: UndecidedBlocks, y: Axis, x: Axis, buffers: Sequence[Tensor]) -> None:
-    """Compute the two largest logits of each pixel, and the class of the largest logit.
+    """Compute the two largest logits of each pixel in some blocks, and the class of the largest.
 
-    `buffers` are value, largest, second, label and candidate, each of shape (height, width,
-    blocks). The results are written to largest, second and label.
+    Args:
+        blocks: The blocks of pixels, with the classes that can have the largest logit.
+        y: Vertical axis of the image.
+        x: Horizontal axis of the image.
+        buffers: Five tensors: value, largest, second, label and candidate. Each has the shape
+            height x width x blocks. The results are written to largest, second and label. The
+            others are for intermediate results.
     """
     value, largest, second, label, candidate = buffers
     below = y.node_weights.index_select(1, blocks.row)[:, None]
@@ -379,9 +400,13 @@ def _apply_definition(
     y: Axis,
     x: Axis,
 ) -> UInt8[Tensor, " pixels"]:
-    """Compute the classes of some pixels directly by the definition in this module's docstring.
+    """Predict the classes of some pixels directly by the definition in this module's docstring.
 
-    `pixels` are indices into the flattened maps of predicted classes.
+    Args:
+        logits: Logits of the patches.
+        pixels: Indices of the pixels in the flattened maps of all heads.
+        y: Vertical axis of the image.
+        x: Horizontal axis of the image.
     """
     head, row, col = pixels // (y.size * x.size), pixels // x.size % y.size, pixels % x.size
     total, highest = torch.zeros(1), torch.tensor(-torch.inf)

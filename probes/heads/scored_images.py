@@ -35,7 +35,7 @@ from ssl_bench.scores import (
 )
 from ssl_bench.system.device import value_counts
 
-# An image with a higher aspect ratio is reduced further.
+# If the ratio of the longer to the shorter side is larger, the image is reduced further.
 _MAX_ASPECT_RATIO = 4
 
 
@@ -44,7 +44,7 @@ class ScoredImage:
     """An image that is prepared for the encoder, with its mask.
 
     Attributes:
-        windows: Input of the encoder, RGB in [0, 1].
+        windows: Input of the encoder, RGB in [0, 1]: one or several square parts of the image.
         corners: Row and column of the upper left pixel of each window in the resized image.
         size: Height and width of the resized image.
         mask: Class of each pixel, or 255 for ignored pixels. Predictions have the size of the mask.
@@ -79,7 +79,7 @@ class Squashed:
     def prepare(
         self, sample: Sample, size: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ) -> ScoredImage:
-        """Resize an image to a square of side `size`. `mean` is ignored."""
+        """Resize an image to a square with a side of `size` pixels. `mean` is ignored."""
         del mean
         image, mask = image_and_mask(sample)
         if self.score_size is not None:
@@ -90,7 +90,10 @@ class Squashed:
     def predict(
         self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
     ) -> UInt8[Tensor, "values height width"]:
-        """Predict the class of each pixel at the size of the mask, for each head."""
+        """Predict the class of each pixel at the size of the image's mask, for each head.
+
+        The logits of the patches are upsampled.
+        """
         return predict_pixels(logits[0], *image.mask.shape)
 
 
@@ -111,9 +114,9 @@ class ByPatch(Squashed):
 class SlidingWindows:
     """Inference on overlapping square windows of an image.
 
-    First, the shorter side of the image is resized to the side of a window. The stride is two
-    thirds of this side. Upsampled logits of overlapping windows are averaged, and then resized to
-    the size of the mask.
+    The image is resized so that its shorter side equals the side of a window. The distance between
+    two windows is two thirds of this side. The logits of each window are upsampled, and averaged
+    where windows overlap. They are then resized to the size of the mask.
 
     Source: test mode "slide" of https://github.com/open-mmlab/mmsegmentation, with the settings for
     linear heads of https://github.com/facebookresearch/dinov2 (512 pixels, stride 341).
@@ -123,7 +126,10 @@ class SlidingWindows:
         return {"scoring": "slide", "score_size": None}
 
     def prepare(self, sample: Sample, size: int, mean: tuple[float, float, float]) -> ScoredImage:
-        """Cut an image into windows of side `size`. `mean` is the RGB colour of the padding."""
+        """Resize an image, and cut it into square windows with a side of `size` pixels.
+
+        `mean` is the RGB colour of the padding for images that are smaller than a window.
+        """
         image, mask = image_and_mask(sample)
         scale = min(size / min(mask.shape), _MAX_ASPECT_RATIO * size / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
@@ -163,13 +169,14 @@ class ImageCounts:
     """Numbers of correct, predicted and true pixels of each class and image, for many heads.
 
     A head predicts few classes in an image, so only predicted classes are stored. Each of them
-    takes four numbers: the index of the image, an index of head and class (head * classes + class),
-    the correct pixels and the predicted pixels. The counts of true pixels do not depend on the head
-    and are stored once. An image has fewer than 2^31 pixels, so int32 is sufficient for its counts.
-    Sums over images are int64.
+    takes four numbers: the index of the image, the index head * classes + class, the number of
+    correct pixels, and the number of predicted pixels. The counts of true pixels do not depend on
+    the head and are stored once. An image has fewer than 2^31 pixels, so int32 is sufficient for
+    its counts. Sums over images are int64.
 
     Attributes:
-        total: Numbers of correct, predicted and true pixels, summed over all images.
+        total: Numbers of correct, predicted and true pixels of each class, summed over all images.
+            There is one head for each source (group of layers) and value (learning rate or C).
     """
 
     def __init__(self, sources: int, values: int, classes: int) -> None:
@@ -184,7 +191,11 @@ class ImageCounts:
         return len(self._true)
 
     def add(self, counts: Integer[Tensor, "images sources values 3 classes"]) -> None:
-        """Append the pixel counts of some images. They have the format of `class_counts`."""
+        """Append the pixel counts of some images, for all heads and classes.
+
+        The axis of length 3 contains the numbers of correct, predicted and true pixels. There is
+        one head for each source (group of layers) and value (learning rate or C).
+        """
         correct, predicted = (counts[:, :, :, row].flatten(1) for row in (0, 1))
         image, number = predicted.nonzero(as_tuple=True)
         columns = torch.stack([image, number, correct[image, number], predicted[image, number]])
@@ -192,7 +203,11 @@ class ImageCounts:
         self.extend({"first": len(self), "true": true.int(), "columns": columns.int()})
 
     def per_image(self, source: int, value: int) -> PerImage:
-        """Return the correct, predicted and true pixels of each image and class, for one head."""
+        """Return the numbers of correct, predicted and true pixels of each image, for one head.
+
+        The result has the shape images x 3 x classes. The head is given by the index of its source
+        (group of layers) and the index of its value (learning rate or C).
+        """
         _, values, _, classes = self.total.shape
         first = (source * values + value) * classes
         image, number, correct, predicted = (np.frombuffer(c, np.int32) for c in self._columns)
@@ -204,9 +219,9 @@ class ImageCounts:
         return counts
 
     def entry(self, first: int) -> dict[str, Any]:
-        """Return the counts of all images from index `first` on, as an entry of a `Journal`.
+        """Return the counts of all images from index `first` on, as an entry of a journal.
 
-        A journal is a file from which an interrupted run continues.
+        A `Journal` is a file from which an interrupted run continues.
         """
         start = np.frombuffer(self._columns[0], np.int32).searchsorted(first)
         columns = np.stack([np.frombuffer(column, np.int32)[start:] for column in self._columns])
@@ -215,10 +230,10 @@ class ImageCounts:
         return {"first": first, "true": true, "columns": torch.from_numpy(columns)}
 
     def extend(self, entry: Mapping[str, Any]) -> None:
-        """Append the counts of a journal entry if it begins with the first image without counts.
+        """Append the pixel counts that an interrupted run has saved in a journal file.
 
-        Otherwise, change nothing. This happens if an earlier entry was damaged, or if two processes
-        wrote the journal.
+        The entry must begin with the first image that has no counts yet. Otherwise, it is ignored.
+        This happens if an earlier entry was damaged, or if two processes wrote the journal.
         """
         if entry["first"] != len(self):
             return
@@ -250,11 +265,13 @@ def mask_score(
 
     Args:
         cell: Layer and facet (kind of feature) of the score.
-        metric: "pixel_accuracy", or the name of a mean IoU.
-        counts: Counts of all images.
-        head: Index of the source (group of layers), and index of the value (learning rate or C).
+        metric: Name of the metric. "pixel_accuracy" gives pixel accuracy, and every other name,
+            such as "miou_holdout", gives mean IoU.
+        counts: Pixel counts of all images and heads.
+        head: The head, as the index of its source (group of layers) and the index of its value
+            (learning rate or C).
         class_names: Names of the classes, in the order of their numbers.
-        details: Further details of the record.
+        details: Further details to store with the score.
     """
     is_accuracy = metric == "pixel_accuracy"
     score = pixel_accuracy if is_accuracy else mean_iou
@@ -282,7 +299,7 @@ def mask_score(
 
 
 def nan_to_none(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """Replace NaN with None, because JSON has no NaN. The IoU of an absent class is NaN."""
+    """Replace NaN with None, because JSON has no NaN. For example, absent classes have no IoU."""
     return [None if math.isnan(value) else float(value) for value in values]
 
 
@@ -291,7 +308,7 @@ def class_counts(
     target: UInt8[Tensor, "*pixels"],
     num_classes: int,
 ) -> Int64[Tensor, "heads 3 classes"]:
-    """Count the correct, predicted and ground-truth pixels of each class.
+    """Count the correct, predicted and true pixels of each class, for each head.
 
     Pixels with the target 255 are ignored. These counts are sufficient for IoU and pixel accuracy,
     and take 3 / num_classes of the memory of a confusion matrix.

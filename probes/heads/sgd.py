@@ -1,12 +1,12 @@
 """Train linear heads by optimizer steps, for many blocks and learning rates at once.
 
 A *source* is one layer, or several layers whose channels are concatenated. One head is trained for
-each pair of a source and a learning rate. All heads start from the same weights and see the same
-batches, so they differ only in their features and their learning rate.
+each pair of a source and a learning rate. All heads start from the same weights and are trained on
+the same batches, so they differ only in their features and their learning rate.
 
 `StepTraining.train` contains the training loop. The other classes of this file are its parts:
-heads, standardisation of channels, optimizers and schedule. probes/heads/logistic.py trains heads
-of the same form until they converge.
+heads, standardisation of channels, optimizers and the learning rate schedule. The module
+probes/heads/logistic.py instead trains such heads by logistic regression until they converge.
 """
 
 import math
@@ -53,7 +53,7 @@ class HeadSpec:
     device: torch.device
 
     def targets(self, batch: FeatureBatch) -> PixelTargets:
-        """Return the labels of a batch in the form that the loss needs."""
+        """Convert the labels of a batch to the tensors from which the loss is computed."""
         rows, cols = batch.features.shape[2:4]
         return self.loss.targets(batch.labels, self.classes, (rows, cols))
 
@@ -64,9 +64,9 @@ class Training:
     Subclasses are dataclasses. Their fields are the config keys below `probe.training`.
 
     Attributes:
-        hyperparameter: Name of the hyperparameter that differs between heads on the same features,
-            such as "learning_rate". Its values are in the field with the plural of this name, such
-            as `learning_rates`.
+        hyperparameter: Name of the hyperparameter, such as "learning_rate". Several heads are
+            trained on the same features, one for each value of the hyperparameter. The values are
+            in the field with the plural of this name, such as `learning_rates`.
         batch_size: Number of images per batch.
     """
 
@@ -79,7 +79,7 @@ class Training:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """Values of the hyperparameter. One head is trained for each value."""
+        """Return the values of the hyperparameter. One head is trained for each value."""
         return tuple(getattr(self, f"{self.hyperparameter}s"))
 
     def settings(self) -> dict[str, Any]:
@@ -97,24 +97,35 @@ class Training:
     ) -> "TrainedHeads":
         """Train one head for each source (group of layers) and hyperparameter value.
 
-        `entries` are the indices of the training examples to use. If `journal` contains the state
-        of an interrupted training, a subclass may continue from it.
+        Args:
+            spec: Properties of the heads, such as the number of classes.
+            features: Features and labels of the training images.
+            sources: Groups of layers. The heads of a group receive the concatenated features of its
+                layers.
+            entries: Indices of the training views to use. A view is a crop of an image.
+            progress: Function that shows a progress bar.
+            journal: File with unfinished work. If it contains the state of an interrupted training,
+                a subclass may continue from it.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TrainedHeads:
-    """Trained linear heads, which receive unstandardised features.
+    """Trained linear heads, which can be applied to features without standardising them.
 
     Attributes:
-        constant_channels: Number of channels of each source (group of layers) that do not vary.
-            Heads on standardised features ignore these channels.
-        seconds: Time that the training took, including interrupted runs.
+        sources: Groups of layers. A head receives the concatenated features of one group.
+        weight: Weights of the heads, one for each source and hyperparameter value.
+        bias: Biases of the heads.
+        constant_channels: Number of channels of each source that do not vary. Heads that were
+            trained on standardised features ignore these channels.
+        seconds: Time that the training took in seconds, including interrupted runs.
         unconverged: Number of heads of each source that did not converge. None if the training
             method has no test of convergence.
         stalled: Number of unconverged heads of each source that stopped early, because further
-            steps improved neither their loss nor its gradient. None like `unconverged`.
+            steps improved neither their loss nor its gradient. None if there is no test of
+            convergence.
     """
 
     sources: tuple[LayerGroup, ...]
@@ -126,14 +137,14 @@ class TrainedHeads:
     stalled: Sequence[int] | None = None
 
     def to(self, device: torch.device) -> "TrainedHeads":
-        """Return a copy of these heads on a device."""
+        """Return a copy of these heads whose tensors are on the given device."""
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def convergence(self, index: int) -> dict[str, int | None]:
-        """Return the numbers of unconverged and stalled heads of the source with this index.
+        """Return the numbers of unconverged and of stalled heads of a source (group of layers).
 
         A stalled head stopped early, because further steps did not improve it. The numbers are
-        stored as details of the scores of the source.
+        stored as details with the scores of the source. `index` is the index of the source.
         """
         counts = {"unconverged_heads": self.unconverged, "stalled_heads": self.stalled}
         return {name: None if each is None else each[index] for name, each in counts.items()}
@@ -141,7 +152,10 @@ class TrainedHeads:
     def logits(
         self, index: int, features: Float[Tensor, "rows cols dim"]
     ) -> Float[Tensor, "values rows cols classes"]:
-        """Return the logits of an image from all heads of the source with the given index."""
+        """Return the logits of an image from all heads of one source (group of layers).
+
+        `index` is the index of the source. `features` are the features of the image's patches.
+        """
         weight, bias = self.weight[index], self.bias[index]
         logits = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
         return logits.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
@@ -153,6 +167,7 @@ class StepTraining(Training):
 
     Attributes:
         learning_rates: Peak learning rates. One of the heads is selected after the training.
+        epochs: Number of passes over the training images.
         batch_size: Number of images per step.
     """
 
@@ -180,7 +195,15 @@ class StepTraining(Training):
     ) -> TrainedHeads:
         """Train one head for each source (group of layers) and learning rate.
 
-        If the journal contains the state of an interrupted training, continue from it.
+        Args:
+            spec: Properties of the heads, such as the number of classes.
+            features: Features and labels of the training images.
+            sources: Groups of layers. The heads of a group receive the concatenated features of its
+                layers.
+            entries: Indices of the training views to use. A view is a crop of an image.
+            progress: Function that shows a progress bar.
+            journal: File with unfinished work. If it contains the state of an interrupted training,
+                this training is continued.
         """
         state = journal.entries[-1] if journal and journal.entries else {}
         start = time.monotonic() - state.get("seconds", 0.0)
@@ -240,9 +263,10 @@ class StepTraining(Training):
 def shuffled_batches(
     entries: Int64[Tensor, " chosen"], size: int, *, epochs: int, seed: int
 ) -> list[list[Int64[Tensor, " batch"]]]:
-    """Return a list of batches for each epoch, shuffled differently in each epoch.
+    """Divide training examples into batches for each epoch, in a new random order in each epoch.
 
-    `seed` determines the order. The last batch of an epoch may be smaller.
+    `entries` are the indices of the examples, and `size` is the number of examples in a batch. The
+    last batch of an epoch may be smaller. `seed` determines the orders.
     """
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(entries), generator=generator) for _ in range(epochs)]
@@ -254,7 +278,8 @@ def concatenate_layers(
 ) -> Float[Tensor, "sources batch rows cols source_dim"]:
     """Concatenate the channels of the layers of each source (group of layers).
 
-    The layers of a source must be adjacent in `blocks`.
+    All sources must have the same number of layers. The layers of a source must be adjacent in
+    `blocks`.
     """
     by_source = blocks.unflatten(0, (num_sources, -1))
     return by_source.movedim(1, -2).flatten(-2)
@@ -264,14 +289,14 @@ def concatenate_layers(
 class Standardization:
     """Mean and scale of each channel for standardising features.
 
-    A head receives (features - mean) * scale.
+    A head receives (features - mean) * scale. The scale is 0 for channels that do not vary.
     """
 
     mean: Float[Tensor, "sources dim"]
     scale: Float[Tensor, "sources dim"]
 
     def identity(self) -> "Standardization":
-        """Return statistics that leave features unchanged: a mean of 0 and a scale of 1."""
+        """Return a standardisation that leaves features unchanged: a mean of 0 and a scale of 1."""
         return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
 
     def select(self, source: int) -> "Standardization":
@@ -309,7 +334,7 @@ class RunningStatistics:
     def start(
         cls, device: torch.device, state: Mapping[str, Any] | None = None
     ) -> "RunningStatistics":
-        """Return empty running statistics, or continue from those that `state` contains."""
+        """Return running statistics without data, or those of an interrupted run in `state`."""
         zero = torch.zeros(1, 1, dtype=torch.float64)
         state = state or {"num_images": 0, "mean": zero, "between": zero, "within": zero}
         device = float64_device(device)
@@ -351,7 +376,8 @@ class LinearHeads:
     """Linear heads, one for each source (group of layers) and hyperparameter value.
 
     All heads are trained on the same batches. Gradients are computed without autograd, so that the
-    logits of all heads are never in memory at the same time.
+    logits of all heads are never in memory at the same time. `standardization` is applied to the
+    features before the heads.
     """
 
     standardization: Standardization
@@ -362,7 +388,10 @@ class LinearHeads:
     def initialize(
         cls, standardization: Standardization, *, num_values: int, classes: int, seed: int
     ) -> "LinearHeads":
-        """Return untrained heads, which all have the same random weights and biases of zero."""
+        """Return untrained heads. All of them have the same random weights, and biases of zero.
+
+        `num_values` is the number of hyperparameter values. `seed` determines the weights.
+        """
         sources, dim = standardization.mean.shape
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(classes, dim, generator=generator).mul_(0.01)
@@ -371,7 +400,7 @@ class LinearHeads:
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor]:
-        """The tensors that are trained: weight and bias."""
+        """Return the tensors that are trained: weight and bias."""
         return self.weight, self.bias
 
     def loss_and_gradients(
@@ -382,8 +411,8 @@ class LinearHeads:
     ) -> tuple[Float[Tensor, "sources values"], tuple[Tensor, Tensor]]:
         """Return the mean loss of each head over the labelled pixels, and the gradients.
 
-        The gradients are in the order of `parameters`. Loss and gradients are zero for a batch
-        without labels.
+        The gradients are in the order of `self.parameters`. Loss and gradients are zero for a batch
+        without labels. `targets` are the labels of the batch.
         """
         share = 1 / targets.counted.sum().clamp(min=1)
         losses = torch.zeros_like(self.bias[..., 0])
@@ -421,7 +450,10 @@ class LinearHeads:
     def _pieces(
         self, features: Float[Tensor, "sources batch rows cols dim"]
     ) -> Iterator[tuple[slice, slice]]:
-        """Split sources and images into pieces whose logits fit into the cache."""
+        """Split the computation into pieces whose logits fit into the CPU's cache.
+
+        Yield a slice of sources (groups of layers) and a slice of images for each piece.
+        """
         sources, batch, rows, cols, _ = features.shape
         image_bytes = rows * cols * self.bias[0].numel() * self.bias.element_size()
         pairs = max(1, PIECE_BYTES[features.device.type] // image_bytes)
@@ -437,10 +469,14 @@ class HeadOptimizer:
     def update(
         self, parameter: Tensor, gradient: Tensor, state: OptimizerState, rates: Tensor, step: int
     ) -> None:
-        """Update a parameter in place.
+        """Update a parameter of all heads in place.
 
-        `state` keeps values between steps, such as the momentum. `rates` contains the learning
-        rates and is broadcast to the shape of the parameter. `step` starts at 1.
+        Args:
+            parameter: The parameter.
+            gradient: Gradient of the loss with respect to the parameter.
+            state: Values that are kept between steps, such as the momentum.
+            rates: Learning rates, which are broadcast to the shape of the parameter.
+            step: Number of this step, starting at 1.
         """
         raise NotImplementedError
 
@@ -455,7 +491,14 @@ def update_heads(
 ) -> None:
     """Update the parameters of all heads in place. Each head has its own learning rate.
 
-    The first two axes of each parameter are sources (groups of layers) and learning rates.
+    Args:
+        optimizer: The optimizer.
+        parameters: Parameters. The first two axes of each are sources (groups of layers) and
+            learning rates.
+        gradients: Gradient of each parameter.
+        states: Values that the optimizer keeps between steps, for each parameter.
+        rates: The learning rates.
+        step: Number of this step, starting at 1.
     """
     for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
         shaped_rates = rates.view(-1, *[1] * (parameter.ndim - 2))
@@ -464,10 +507,11 @@ def update_heads(
 
 @dataclass(frozen=True)
 class HeadAdamW(HeadOptimizer):
-    """Adam with decoupled weight decay.
+    """Adam with decoupled weight decay (AdamW).
 
-    The operations are in the order of `torch.optim.AdamW`. Source: Loshchilov and Hutter,
-    https://arxiv.org/abs/1711.05101.
+    The operations are in the same order as in `torch.optim.AdamW`.
+
+    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
 
     weight_decay: float = 1e-4
@@ -489,7 +533,7 @@ class HeadAdamW(HeadOptimizer):
 
 @dataclass(frozen=True)
 class SGD(HeadOptimizer):
-    """Stochastic gradient descent with momentum, without dampening, as `torch.optim.SGD`."""
+    """Stochastic gradient descent with momentum, as in `torch.optim.SGD` without dampening."""
 
     weight_decay: float = 1e-4
     momentum: float = 0.9
@@ -520,7 +564,7 @@ class Schedule:
     def factor(self, step: int, num_steps: int) -> float:
         """Return the learning rate at a step, divided by the peak learning rate.
 
-        Steps are counted from 0.
+        Steps are counted from 0. `num_steps` is the number of steps of the whole training.
         """
         warmup_steps = self.warmup * num_steps
         if step < warmup_steps:

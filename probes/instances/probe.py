@@ -56,11 +56,15 @@ FACETS: Mapping[Facet, tuple[Facet, ...]] = {
     "gem": ("token_normed",),
     "cls_gem": ("cls_normed", "token_normed"),
 }
-"""For each descriptor of an image, the facets of a block from which it is computed."""
+"""Descriptors of a whole image, and the encoder outputs from which each of them is computed.
+
+"cls_normed" is the [CLS] token and "token_normed" are the patch tokens, both after the encoder's
+final norm.
+"""
 GEM_POWER, GEM_SMALLEST = 4, 1e-6
 CUTOFFS = (1, 5, 10)
-"""Numbers k of the nearest images whose precision is scored."""
-# Protocols of the published datasets, by the names of these datasets.
+"""Values of k for the metric precision at k, the fraction of correct images among the k nearest."""
+# Names of published datasets, and the protocol (variant of the probe) of each.
 _PROTOCOL_OF_DATASET = {
     "roxford5k": "landmarks",
     "rparis6k": "landmarks",
@@ -83,9 +87,9 @@ class Instances(Probe):
         protocol: Retrieval task, which defines the matches that a query should find. "holidays"
             searches all other images for the annotated matches of each query. "landmarks" does the
             same, and also gives a separate score for matches that are difficult to find. "copydays"
-            searches for the originals of given copies. "class_folders" searches the other scored
-            images for images of the same class. "copies" makes copies of any images and searches
-            for their originals.
+            searches for the original images of given modified copies. "class_folders" searches the
+            other scored images for images of the same class. "copies" makes modified copies of any
+            images and searches for the original images.
         facet: Descriptor of an image, or a list of descriptors: "cls" is the [CLS] token,
             "patch_mean" is the mean of the patches, "gem" is their generalised mean with the power
             4, and "cls_gem" concatenates "cls" and "gem". All are computed after the encoder's
@@ -96,10 +100,10 @@ class Instances(Probe):
             aspect ratio, and their sides are reduced to multiples of the patch size.
         scales: Sizes at which an image is encoded, relative to its size. The descriptor is the mean
             over all sizes.
-        top: Number of nearest images that are scored. By default, all images are scored.
-        jpeg_qualities: Qualities of the JPEG copies, for the protocol "copies" only.
-        crop_areas: Shares of the image's area that the cropped copies show, for the protocol
-            "copies" only.
+        top: Number of nearest images that are scored for each query. By default, all are scored.
+        jpeg_qualities: JPEG qualities of the compressed copies, for the protocol "copies" only.
+        crop_areas: Areas of the cropped copies relative to the image, for the protocol "copies"
+            only.
         panels: Number of queries in the figure of a block. They are spread over the dataset.
         batch_size: Number of images that are read together.
         num_workers: Number of threads that decode images.
@@ -143,9 +147,10 @@ class Instances(Probe):
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Instances":
         """Return a copy with the protocol of the dataset, if it is a published retrieval dataset.
 
-        A protocol is a variant of the probe. Settings that the user has set are kept.
+        A protocol is a variant of the probe with its settings. `typed` contains the names of the
+        settings that the user has set. These settings do not change.
         """
-        # If only a part of a dataset is used, a dash or a plus sign follows its name.
+        # If only a part of a dataset is used, its name is followed by a dash or a plus sign.
         protocol = _PROTOCOL_OF_DATASET.get(re.split("[-+]", dataset.name)[0])
         if protocol is None or "protocol" in typed:
             return self
@@ -154,10 +159,11 @@ class Instances(Probe):
 
     @property
     def difficulties(self) -> tuple[str, ...]:
-        """Return the ending of the metric names for each level of difficulty, such as "_hard".
+        """Return the levels of difficulty, as suffixes of the metric names such as "_hard".
 
-        The level determines which matching images count as correct. Only the protocol "landmarks"
-        has two levels. The other protocols have one level with an empty ending.
+        The level determines which matching images count as correct. Only the protocol (variant of
+        the probe) "landmarks" has two levels. The other protocols have one level, with an empty
+        suffix.
         """
         return ("_medium", "_hard") if self.protocol == "landmarks" else ("",)
 
@@ -165,16 +171,17 @@ class Instances(Probe):
     def cutoffs(self) -> tuple[int, ...]:
         """Return the values of k for which precision at k is scored.
 
-        These are 1, 5 and 10. If `top` is set, only k = 1 is used, because `top` is meant for
-        queries with few matches.
+        These are 1, 5 and 10. If the setting `top` is set, only k = 1 is used, because `top` is
+        meant for queries with few matches.
         """
         return CUTOFFS if self.top is None else CUTOFFS[:1]
 
     @property
     def copy_names(self) -> tuple[str, ...]:
-        """Return the name of each copy of an image, such as "jpeg 30" or "crop 0.5".
+        """Return a name for each modified copy of an image, such as "jpeg 30" or "crop 0.5".
 
-        Only the protocol (variant of the probe) "copies" makes copies of images.
+        Only the protocol (variant of the probe) "copies" makes copies. Otherwise, the result is
+        empty.
         """
         if self.protocol != "copies":
             return ()
@@ -240,9 +247,9 @@ class Instances(Probe):
         return f"{folder}/block{layer:02d}_{facet}/{self.panels}-queries.png"
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Encode all images, and yield the scores of all requested layers and facets.
+        """Rank the database images for each query, and yield the scores of all layers and facets.
 
-        A facet is a kind of feature, such as the [CLS] token.
+        A facet is a kind of feature, such as the [CLS] token. Some queries are drawn in figures.
 
         Raises:
             DataError: No query has a matching image.
@@ -290,9 +297,9 @@ class Instances(Probe):
     # One pass over the images.
 
     def make_views(self, image: Pixels3) -> list[Pixels3]:
-        """Return an image, followed by its modified copies in the order of `copy_names`.
+        """Return a list with an image and its modified copies, in the order of `copy_names`.
 
-        Only the protocol (variant of the probe) "copies" makes copies of images.
+        Only the protocol (variant of the probe) "copies" makes copies.
         """
         copies = self.protocol == "copies"
         jpegs = [jpeg_copy(image, quality) for quality in self.jpeg_qualities if copies]
@@ -301,12 +308,13 @@ class Instances(Probe):
     def _encode(
         self, context: ProbeContext, images: ImageSet
     ) -> tuple[dict[LayerFacet, Float[Tensor, "rows dim"]], list[tuple[Search | None, int | None]]]:
-        """Compute the descriptors of all images and their copies.
+        """Compute the descriptors (feature vectors) of all images and their modified copies.
 
         Returns:
-            Descriptors by layer and facet, where a facet is a kind of feature such as the [CLS]
-            token. Each image is followed by its copies. Also the annotations of each image: the
-            search for which it is the query, and its class, or None.
+            Two results. The first contains the descriptors by layer and facet (kind of feature,
+            such as the [CLS] token). Each image is followed by its copies. The second contains, for
+            each image, the annotated search for which it is the query, and its class. Both are None
+            if they are unknown.
         """
         parts = dict.fromkeys(part for facet in self.facets for part in FACETS[facet])
         extractor = context.extractor(context.layers, *parts)
@@ -322,7 +330,7 @@ class Instances(Probe):
                 for view in self.make_views(sample.image)
                 for scale in self.scales
             ]
-            # The full image is not needed any more, so its memory is freed.
+            # Only a single pixel of the image is kept, so that the memory of the others is freed.
             return replace(sample, image=sample.image[:1, :1]), pixels
 
         read = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
@@ -353,7 +361,14 @@ class Instances(Probe):
     def _input_size(
         self, shape: Sequence[int], scale: float, native: tuple[int, int], patch_size: int
     ) -> tuple[int, int]:
-        """Return the height and width at which the encoder receives an image."""
+        """Return the height and width in pixels at which the encoder receives an image.
+
+        Args:
+            shape: Height and width of the image.
+            scale: Size at which the image is encoded, relative to its usual size.
+            native: Native size of the encoder.
+            patch_size: Number of pixels of which both sides must be multiples.
+        """
         if self._keeps_aspect_ratio:
             sides = self.resize.output_size(shape[0], shape[1])
         else:
@@ -366,7 +381,10 @@ class Instances(Probe):
     def _find_queries(
         self, images: ImageSet, annotations: Sequence[tuple[Search | None, int | None]]
     ) -> tuple[list[Query], Indices]:
-        """Return the queries, and the indices of the descriptors that form the database."""
+        """Return the queries, and the images of the database as indices of their descriptors.
+
+        `annotations` contains the annotated search and the class of each image.
+        """
         everything, none = np.arange(len(images)), np.empty(0, np.int64)
         if self.protocol == "class_folders":
             labels = np.array([label for _, label in annotations])
@@ -397,7 +415,7 @@ class Instances(Probe):
     def _require_matches(
         self, queries: list[Query], database: Indices, images: ImageSet
     ) -> list[Query]:
-        """Return the queries, or raise DataError if none has a matching image in the database."""
+        """Return the queries, or raise a DataError if no query has a match in the database."""
         is_in_database = np.zeros(len(images), bool)
         is_in_database[database] = True
         for query in queries:
@@ -412,7 +430,7 @@ class Instances(Probe):
         )
 
     def _draw_queries(self, images: ImageSet, queries: Sequence[Query]) -> list[int]:
-        """Choose the queries that the figures show, and return their indices."""
+        """Choose queries for the figures, spread over the dataset, and return their indices."""
         num_views = 1 + len(self.copy_names)
         names = [f"{images.ids[query.row // num_views]}\n{query.row}" for query in queries]
         return sample_indices(names, self.panels)
@@ -429,7 +447,12 @@ class Instances(Probe):
     ) -> Iterator[Score]:
         """Yield the scores of all metrics for one block, facet and level of difficulty.
 
-        A facet is a kind of feature, such as the [CLS] token.
+        Args:
+            layer: Index of the block.
+            facet: Kind of feature, such as the [CLS] token.
+            difficulty: Suffix of the metric names, such as "_hard".
+            query_scores: Scores of each query. None for queries without a match.
+            details: Further details to store with the scores.
         """
         scored = [score for score in query_scores if score is not None]
         details = {**details, "queries_without_match": len(query_scores) - len(scored)}
@@ -468,9 +491,10 @@ class Instances(Probe):
     def _mean_by_copy(
         self, values: Float64[np.ndarray, "queries metrics"]
     ) -> dict[str, Float64[np.ndarray, " metrics"]]:
-        """Return the mean scores of each kind of copy, by its name such as "jpeg 30".
+        """Average the scores of all queries that are the same kind of copy, such as "jpeg 30".
 
-        The result is empty unless the protocol (variant of the probe) is "copies".
+        The keys of the result are the names of the copies. It is empty unless the protocol (variant
+        of the probe) is "copies".
         """
         step = len(self.copy_names)
         return {name: values[number::step].mean(0) for number, name in enumerate(self.copy_names)}
@@ -480,7 +504,11 @@ class Instances(Probe):
     def _draw_row(
         self, thumbnails: "Thumbnails", unit: Tensor, query: Query, found: Indices
     ) -> list[Image.Image]:
-        """Return the images of one row in a figure: a query, followed by its nearest images."""
+        """Return the images of one row in a figure: a query, followed by its nearest images.
+
+        `unit` contains the L2-normalised descriptors of all images, and `found` contains the
+        indices of the nearest images.
+        """
         labels = query.label_images(len(unit))
         colours = {1: _GREEN, 0: _RED, -1: _GREY}
         tiles = [thumbnails.tile(query.row, "query", _BLACK)]
@@ -491,14 +519,17 @@ class Instances(Probe):
 
 
 class Thumbnails:
-    """Small versions of images, which are created when they are first drawn."""
+    """Small versions of images for figures. Each is created when it is first drawn."""
 
     def __init__(self, probe: Instances, images: ImageSet) -> None:
         self._probe, self._images = probe, images
         self._by_row: dict[int, Image.Image] = {}
 
     def tile(self, row: int, note: str, colour: str) -> Image.Image:
-        """Return a tile of a figure: an image inside a frame of the given colour."""
+        """Draw a small image in a frame, with its id and the text `note` above it.
+
+        `row` is the index of the image's descriptor, and `colour` is the colour of the frame.
+        """
         index, view = divmod(row, 1 + len(self._probe.copy_names))
         if row not in self._by_row:
             image = self._probe.make_views(self._images[index].image)[view]
@@ -510,7 +541,10 @@ class Thumbnails:
 
 
 def describe(features: Mapping[Facet, Tensor], facet: Facet) -> Float[Tensor, "batch dim"]:
-    """Return the descriptors of a batch of images, computed from the features of a block."""
+    """Return the descriptors (feature vectors) of a batch of images from the features of a block.
+
+    `facet` is the kind of descriptor, such as "cls_gem".
+    """
     if facet == "cls":
         return features["cls_normed"]
     patches = features["token_normed"].flatten(1, 2)
@@ -529,7 +563,7 @@ def generalised_mean(patches: Float[Tensor, "batch patches dim"]) -> Float[Tenso
 
 
 def jpeg_copy(image: Pixels3, quality: int) -> Pixels3:
-    """Compress an image as JPEG, and return the decoded copy."""
+    """Compress an image as JPEG with the given quality (1 to 95), and return the decoded copy."""
     data = simplejpeg.encode_jpeg(
         np.ascontiguousarray(image), quality=quality, colorspace="RGB", colorsubsampling="420"
     )
@@ -537,9 +571,9 @@ def jpeg_copy(image: Pixels3, quality: int) -> Pixels3:
 
 
 def crop_copy(image: Pixels3, area: float) -> Pixels3:
-    """Crop the centre of an image and enlarge it to the size of the image.
+    """Crop the centre of an image, and enlarge the crop to the size of the image.
 
-    `area` is the share of the image's area that the crop shows.
+    `area` is the area of the crop relative to the image.
     """
     height, width = image.shape[:2]
     margin = (1 - math.sqrt(area)) / 2

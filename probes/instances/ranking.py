@@ -27,14 +27,14 @@ Indices = Int64[np.ndarray, " _images"]
 class Query:
     """A query image, and the images that the search should find.
 
-    All images are given by their row in the matrix of descriptors. Rows that are not in the
+    All images are given by their row in the matrix of descriptors. Images that are not in the
     database have no effect.
 
     Attributes:
-        row: The query image. It is left out of its own ranking.
+        row: The query image. It is left out when its own ranking is scored.
         matches: Correct images.
         hard_matches: Correct images that are difficult to find.
-        ignored: Images that are left out of the ranking.
+        ignored: Images that are left out when the ranking is scored.
     """
 
     row: int
@@ -45,9 +45,10 @@ class Query:
     def label_images(
         self, num_rows: int, *, hard_only: bool = False
     ) -> Int8[np.ndarray, " {num_rows}"]:
-        """Return a label for each image: 1 if correct, 0 if wrong, -1 if left out of the ranking.
+        """Return a label for each image: 1 if correct, 0 if wrong, and -1 if left out of the score.
 
-        With `hard_only`, only the hard matches are correct, and the other matches are left out.
+        If `hard_only` is true, only the hard matches are correct, and the other matches are left
+        out. `num_rows` is the number of images.
         """
         labels = np.full(num_rows, _WRONG, np.int8)
         labels[self.matches] = _LEFT_OUT if hard_only else _RIGHT
@@ -58,17 +59,17 @@ class Query:
 
     @property
     def max_left_out(self) -> int:
-        """Return an upper limit for the number of images that are left out of a ranking."""
+        """Return an upper limit for the number of images that are left out of the score."""
         return 1 + len(self.ignored) + len(self.matches)
 
 
 @dataclass(frozen=True, eq=False)
 class QueryScore:
-    """The average precision of one query and its precision at each cutoff, in [0, 1].
+    """The average precision of one query, and its precision at several cutoffs, in [0, 1].
 
     Attributes:
-        values: Scores of the ranking.
-        by_chance: Expected scores of a random ranking.
+        values: Average precision, followed by the precision among the first k images for each k.
+        by_chance: Expected values of these scores for a random ranking.
     """
 
     values: Float64[np.ndarray, " metrics"]
@@ -83,16 +84,15 @@ def rank_database(
 ) -> Iterator[Indices]:
     """Rank the images of the database for each query, by descending cosine similarity.
 
-    Each ranking consists of rows of `unit`. If similarities are equal, the image that comes first
+    Images are given by their row in `unit`. If similarities are equal, the image that comes first
     in the database ranks first. The query itself is part of its ranking if it is in the database.
 
     Args:
         unit: Unit vectors of all images, in float32.
         queries: The queries.
-        database: Rows of the database, in ascending order.
-        top: Number of nearest images that will be scored. A ranking ends after this number, plus
-            the largest number of images that are left out of the score of a query. None for
-            complete rankings.
+        database: Rows of the images in the database, in ascending order.
+        top: Number of nearest images that will be scored. The returned rankings are longer, because
+            some images will be left out of the score. None for complete rankings.
     """
     memory = unit[torch.from_numpy(database).to(unit.device)]
     rows = torch.tensor([query.row for query in queries], device=unit.device)
@@ -116,13 +116,16 @@ def score_ranking(
     cutoffs: Sequence[int],
     top: int | None = None,
 ) -> QueryScore | None:
-    """Score a ranking. Return None if the database contains no correct image.
+    """Score a ranking of the database. Return None if the database contains no correct image.
+
+    All images are given by their row in the matrix of descriptors.
 
     Args:
-        ranked: Rows of the database in the order of their ranks.
-        labels: Labels from `Query.label_images`.
-        database: Rows of the database.
-        cutoffs: Values of k at which the precision is computed, at most `top`.
+        ranked: Images of the database in the order of their ranks.
+        labels: Label of each image, from `Query.label_images`.
+        database: Images of the database.
+        cutoffs: Values of k. For each k, at most `top`, the precision among the first k images is
+            computed.
         top: Number of ranked images that are scored. None for all.
     """
     candidates = labels[database]
@@ -143,7 +146,7 @@ def average_precision(ranks: Indices, num_right: int) -> float:
     """Return the average precision, the area under the precision-recall curve.
 
     Args:
-        ranks: Ranks of the correct images that were found, from 0, in ascending order.
+        ranks: Ranks of the correct images that were found, counted from 0, in ascending order.
         num_right: Number of correct images in the database.
     """
     before = np.arange(len(ranks), dtype=np.float64)
@@ -157,7 +160,12 @@ def precision_at(ranks: Indices, num_right: int, k: int) -> float:
     """Return the fraction of correct images among the first k images of a ranking.
 
     If all correct images are among the first k, only the images up to the last correct one count,
-    as in revisitop. The arguments are those of `average_precision`.
+    as in the code of revisitop.
+
+    Args:
+        ranks: Ranks of the correct images that were found, counted from 0, in ascending order.
+        num_right: Number of correct images in the database.
+        k: Number of images.
     """
     is_complete = len(ranks) == num_right
     images = min(k, int(ranks[-1]) + 1) if is_complete else k
@@ -166,11 +174,12 @@ def precision_at(ranks: Indices, num_right: int, k: int) -> float:
 
 @cache
 def expected_average_precision(num_images: int, num_right: int, top: int | None = None) -> float:
-    """Return the mean of the average precision over all orders of the images.
+    """Return the expected average precision of a random ranking.
 
-    This is the expected score of a random ranking. R of the N images are correct. Let ranks start
-    at 0. An image at rank r is correct with probability R / N. If it is, each of the r images
-    before it is correct with probability (R - 1) / (N - 1).
+    It is the mean over all orders of the N images, of which R are correct. If ranks start at 0, an
+    image at rank r is correct with probability R / N. If it is, each of the r images before it is
+    correct with probability (R - 1) / (N - 1). `top` is the number of ranked images that are
+    scored, or None for all.
     """
     ranks = np.arange(num_images if top is None else min(top, num_images))
     share_before = (num_right - 1) / max(1, num_images - 1)
@@ -181,11 +190,11 @@ def expected_average_precision(num_images: int, num_right: int, top: int | None 
 
 @cache
 def expected_precision(num_images: int, num_right: int, k: int) -> float:
-    """Return the expected `precision_at` of a random ranking.
+    """Return the expected precision among the first k images of a random ranking.
 
     R of the N images are correct. The expected fraction of correct images among the first k is
-    R / N. However, if the last correct image has a rank L < k (counted from 1), `precision_at` is
-    R / L instead of R / k. The probability of this L is C(L - 1, R - 1) / C(N, R).
+    R / N. However, if the last correct image has a rank L < k (counted from 1), `precision_at`
+    returns R / L instead of R / k. The probability of this L is C(L - 1, R - 1) / C(N, R).
     """
     expected = num_right / num_images
     for last in range(num_right, min(k, num_images + 1)):

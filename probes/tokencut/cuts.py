@@ -25,13 +25,20 @@ _OTSU_BINS = 256
 Tau = Annotated[float, Bounds(-1, 1, allow_high=False)] | Literal["otsu"]
 Mask = Bool[np.ndarray, "rows cols"]
 Bipartition = tuple[Mask, tuple[int, int], Mask]
-"""The side of a cut that contains the seed, the (row, column) of the seed, and all patches that tie
-with the seed. Tied patches have the magnitude of the seed, up to rounding errors."""
+"""A split of an image's patches into two sides, as a tuple of three elements.
+
+The seed is the patch whose entry in the eigenvector has the largest magnitude. The first element is
+the mask of the side that contains the seed. The second is the row and column of the seed. The third
+is the mask of all patches with the same magnitude as the seed, up to rounding errors.
+"""
 
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """The grid of patches that covers an image. Patches at the right and lower edge may be padded.
+    """The grid of patches that covers an image.
+
+    If the sides of the image are no multiples of the patch size, the patches at the right and lower
+    edge contain padding.
 
     Attributes:
         height: Height of the image in pixels, without padding.
@@ -57,9 +64,9 @@ class PatchGrid:
         return max(1, self.height // self.patch_size), max(1, self.width // self.patch_size)
 
     def bounding_box(self, mask: Mask) -> Float64[np.ndarray, " 4"]:
-        """Return the box (x0, y0, x1, y1) of a mask in pixels, clipped to the image.
+        """Return the bounding box (x0, y0, x1, y1) of a mask of patches, in pixels.
 
-        The box of an empty mask is all zeros.
+        The box is clipped to the image. For an empty mask, all four numbers are zero.
         """
         rows, cols = np.nonzero(mask)
         if not len(rows):
@@ -69,9 +76,10 @@ class PatchGrid:
         return np.minimum(box, [self.width, self.height, self.width, self.height])
 
     def is_padding(self, mask: Mask) -> bool:
-        """Return whether the centres of all patches of a mask lie outside the image.
+        """Return whether a mask of patches lies in the padding.
 
-        The result is False for an empty mask.
+        This is the case if the centres of all of its patches lie outside the image. The result is
+        False for an empty mask.
         """
         rows, cols = self.patch_size * (np.array(np.nonzero(mask)) + 0.5)
         return len(rows) > 0 and not ((rows <= self.height) & (cols <= self.width)).any()
@@ -79,9 +87,10 @@ class PatchGrid:
     def pad(
         self, values: Shaped[np.ndarray, "graph_rows graph_cols"]
     ) -> Shaped[np.ndarray, "rows cols"]:
-        """Append rows and columns of zeros to a map that lacks the patches with padding.
+        """Append rows and columns of zeros to a map of patches, until it covers the whole grid.
 
-        `Cut.mask_padding` leaves these patches out of the similarity graph.
+        If `Cut.mask_padding` is true, the similarity graph does not contain the patches with
+        padding at the right and lower edge. Maps from the graph then have no values for them.
         """
         rows, cols = (whole - part for whole, part in zip(self.shape, values.shape, strict=True))
         return np.pad(values, ((0, rows), (0, cols)))
@@ -94,19 +103,23 @@ class PatchGrid:
 
 @dataclass(frozen=True)
 class Cut:
-    """Options of the similarity graph of patches and of its cut. Defaults are those of TokenCut.
+    """Options of the similarity graph between an image's patches, and of cutting it in two parts.
+
+    The default values are those of TokenCut.
 
     Attributes:
         tau: Cosine similarity above which two patches are linked, in [-1, 1). With "otsu", Otsu's
             method computes a threshold for each image. LOST uses tau only if it is "otsu".
             Otherwise, LOST links patches whose features have a positive dot product.
-        eps: Weight of two patches that are not linked.
-        weighted: Whether the weight of a link is the cosine instead of 1.
-        centred: Whether the mean feature of the image is subtracted first.
+        eps: Weight in the graph of two patches that are not linked.
+        weighted: Whether the weight of a link is the cosine similarity instead of 1.
+        centred: Whether the mean feature of the image is subtracted from all features first.
         mask_padding: Whether patches that contain padding are left out of the graph.
-        connectivity: Number of neighbours of a patch in connected components, 4 or 8.
-        stable_seed: Whether the first patch is used as the seed if several patches tie for the
-            largest entry of the eigenvector. If false, rounding errors select one of these patches.
+        connectivity: Number (4 or 8) of neighbours of a patch in connected components. With 8,
+            diagonal neighbours are connected, too.
+        stable_seed: Whether the seed, the patch from which the object grows, is independent of
+            rounding errors. The seed is the patch with the largest entry of the eigenvector. If
+            several patches have this entry up to rounding errors, this option selects the first.
         refuse_degenerate: Whether no object is returned for images with a degenerate graph, whose
             object would be arbitrary.
     """
@@ -121,15 +134,16 @@ class Cut:
     refuse_degenerate: bool = False
 
     def graph_shape(self, grid: PatchGrid) -> tuple[int, int]:
-        """Return the numbers of rows and columns of patches in the graph."""
+        """Return the numbers of rows and columns of the patches in the similarity graph."""
         return grid.inner_shape if self.mask_padding else grid.shape
 
     def graph_tokens(
         self, features: Float[Tensor, "rows cols dim"], grid: PatchGrid
     ) -> tuple[Float32[np.ndarray, "tokens dim"], float]:
-        """Return the features of the patches in the graph, row by row, and the threshold tau.
+        """Return the features of the patches in the similarity graph, and the threshold tau.
 
-        If `tau` is "otsu", the threshold is computed from these features.
+        The patches are in row-major order. Patches whose cosine similarity exceeds tau are linked.
+        If `self.tau` is "otsu", tau is computed from the features.
         """
         rows, cols = self.graph_shape(grid)
         tokens = features[:rows, :cols].flatten(0, 1)
@@ -144,18 +158,20 @@ REFERENCE = Cut()
 
 @dataclass(frozen=True)
 class Discovery:
-    """An object that was found in an image.
+    """An object that was found in an image by TokenCut, MaskCut or LOST.
 
     Attributes:
         mask: Patches of the object.
         box: Bounding box (x0, y0, x1, y1) in pixels. x1 and y1 are exclusive.
-        eigenvector: Second eigenvector, with 0 at patches that are not in the graph. None for LOST.
+        eigenvector: Second eigenvector of the normalised cut, with 0 at patches that are not in the
+            graph. None for LOST.
         eigenvalue: Second smallest eigenvalue, lambda_2, of the normalised cut. None for LOST.
         gap: lambda_3 - lambda_2. None for LOST.
         degenerate: Whether the object is arbitrary, because it depends on rounding errors, on the
             order of the patches, or on padding.
-        tied_cutoff: Whether patches of equal degree tie for the last place among LOST's candidates.
-            If true, the object may depend on the order of these patches.
+        tied_cutoff: For LOST, whether the object may depend on the order of patches. LOST grows the
+            object from a fixed number of patches with the lowest degrees. The flag is true if
+            patches of equal degree compete for the last of these places.
     """
 
     mask: Mask
@@ -170,7 +186,12 @@ class Discovery:
 def discover(
     features: Float[Tensor, "rows cols dim"], grid: PatchGrid, cut: Cut = REFERENCE
 ) -> Discovery:
-    """Find the object of an image with TokenCut.
+    """Find the main object of an image with TokenCut.
+
+    Args:
+        features: Features of the patches of one block.
+        grid: Size of the image and of its patches.
+        cut: Options of the similarity graph.
 
     Raises:
         DataError: The features are not finite.
@@ -184,10 +205,11 @@ def discover(
 
 
 def object_at_peak(solution: FiedlerVector, grid: PatchGrid, cut: Cut) -> Discovery:
-    """Return the object at the peak of a second eigenvector.
+    """Return the object at the peak of a second eigenvector, as TokenCut does.
 
-    The patches are split at the mean of the eigenvector. The object is the connected component
-    around the entry of largest magnitude.
+    The patches are split at the mean of the eigenvector. The seed is the patch whose entry has the
+    largest magnitude. The object consists of the patches that are on the side of the seed and
+    connected with it.
     """
     vector = solution.vector.reshape(cut.graph_shape(grid))
     foreground, seed, tied = split_at_mean(vector, stable_seed=cut.stable_seed)
@@ -221,8 +243,12 @@ def split_at_mean(
 ) -> Bipartition:
     """Split the patches into those above and those not above the mean of a vector.
 
-    The seed is the patch whose entry has the largest magnitude. Return the side that contains the
-    seed, the seed, and all patches that tie with it.
+    The seed is the patch whose entry has the largest magnitude. If several patches have this
+    magnitude up to rounding errors, and `stable_seed` is true, the first of them is the seed.
+
+    Returns:
+        The mask of the side that contains the seed, the row and column of the seed, and the mask of
+        all patches with the same magnitude.
     """
     magnitude = abs(vector)
     tied = magnitude >= (1 - _TIE) * magnitude.max()
@@ -233,7 +259,10 @@ def split_at_mean(
 
 
 def connected_component(foreground: Mask, seed: tuple[int, int], connectivity: int) -> Mask:
-    """Return the connected component of a mask that contains the seed."""
+    """Return the connected component of a mask that contains the patch (row, column) `seed`.
+
+    `connectivity` is the number of neighbours of a patch, 4 or 8.
+    """
     structure = scipy.ndimage.generate_binary_structure(2, 1 if connectivity == 4 else 2)
     labels = np.empty(foreground.shape, np.int32)
     scipy.ndimage.label(foreground, structure, output=labels)
@@ -241,10 +270,11 @@ def connected_component(foreground: Mask, seed: tuple[int, int], connectivity: i
 
 
 def otsu_threshold(tokens: Float[Tensor, "tokens dim"]) -> Float[Tensor, ""]:
-    """Return Otsu's threshold for the cosines of all pairs of tokens.
+    """Return Otsu's threshold for the cosine similarities of all pairs of tokens.
 
-    It maximises the between-class variance of the cosines. Candidates are the centres of 256 bins
-    between the smallest and the largest cosine. Pairs of a token with itself are left out.
+    It divides the cosines into two classes such that the variance between the classes is as large
+    as possible. Candidates are the centres of 256 bins between the smallest and the largest cosine.
+    Pairs of a token with itself are left out.
 
     Source: Otsu, IEEE Trans. Systems, Man and Cybernetics 9 (1979), equation 18.
     """
@@ -272,15 +302,24 @@ def lost(
     *,
     num_candidates: int = 100,
 ) -> Discovery:
-    """Find the object of an image with LOST.
+    """Find the main object of an image with LOST.
 
     Two patches are linked if the dot product of their features is positive. If `cut.tau` is "otsu",
-    they are linked if their cosine exceeds Otsu's threshold. The options `centred`, `mask_padding`
-    and `connectivity` also apply. The degree of a patch is the number of its links. The object
-    grows from the patch of lowest degree, the seed. The `num_candidates` patches of lowest degree
-    may join the seed. Among patches of equal degree, earlier patches take precedence. An object is
-    degenerate (arbitrary) if it covers the whole graph or lies in the padding. It is also
-    degenerate if another seed of the same degree grows to another object.
+    they are linked if their cosine exceeds Otsu's threshold. The degree of a patch is the number of
+    its links. The seed is the patch of lowest degree. Further seeds are the patches that are linked
+    to it, out of the `num_candidates` patches of lowest degree. The object consists of the patches
+    whose dot products with all seeds have a positive sum, and that are connected with the first
+    seed. Among patches of equal degree, earlier patches take precedence.
+
+    The object is degenerate (arbitrary) if it covers the whole graph or lies in the padding. It is
+    also degenerate if another first seed of the same degree would give another object.
+
+    Args:
+        features: Features of the patches of one block.
+        grid: Size of the image and of its patches.
+        cut: Options of the graph. Apart from `tau`, the options `centred`, `mask_padding` and
+            `connectivity` have an effect.
+        num_candidates: Number of patches that may become seeds.
 
     Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4, and object_discovery.py of
     https://github.com/valeoai/LOST/tree/fcedbec. The authors' `torch.argsort` is not stable, so
@@ -332,14 +371,16 @@ def maskcut(
 ) -> list[Discovery]:
     """Find several objects of an image with MaskCut, in the order in which it finds them.
 
-    Each of the `num_masks` rounds adds one mask or none. All rounds use the same threshold tau. It
-    is at least 0, because a lower threshold would link patches of earlier masks, whose cosines are
-    0. The paper uses a tau of 0.15. `stable_seed` and `refuse_degenerate` have no effect.
+    MaskCut runs for `num_masks` rounds. Each round finds one object or none. The links of the found
+    patches are then removed from the similarity graph. All rounds use the same threshold tau for
+    links. With Otsu's method, tau is at least 0, because a lower threshold would link the patches
+    of earlier objects again. The paper uses a tau of 0.15. The options `stable_seed` and
+    `refuse_degenerate` of `cut` have no effect.
 
     Source: MaskCut of CutLER, https://arxiv.org/abs/2301.11320, section 3.2, and maskcut.py of
-    https://github.com/facebookresearch/CutLER/tree/cca0a27. This function does not resize the image
-    and has no conditional random field. `split_away_from_corners` describes how the sign of the
-    eigenvector differs.
+    https://github.com/facebookresearch/CutLER/tree/cca0a27. Unlike the authors' code, this function
+    does not resize the image and has no conditional random field. The sign of the eigenvector also
+    differs (see `split_away_from_corners`).
     """
     tokens, tau = cut.graph_tokens(features, grid)
     if cut.tau == "otsu":
@@ -356,9 +397,15 @@ def run_maskcut(
 ) -> list[Discovery]:
     """Run the rounds of MaskCut, and return the objects that they find.
 
-    `solve_without` returns the second eigenvector of the graph without the links of some patches.
-    In each round, these are the patches of all earlier components. The object of a round is a
-    connected component without these patches.
+    Each round finds a connected component of patches. Patches that belong to the component of an
+    earlier round are removed from it. The remaining patches are the object of the round.
+
+    Args:
+        solve_without: Function that returns the second eigenvector of the similarity graph. Its
+            argument is a mask of the patches whose links are removed from the graph.
+        grid: Size of the image and of its patches.
+        cut: Options of the graph.
+        num_masks: Number of rounds.
     """
     objects: list[Discovery] = []
     masked = previous = np.zeros(cut.graph_shape(grid), bool)
@@ -370,10 +417,11 @@ def run_maskcut(
         rounds_left -= 1
         if masked.any():
             if 100 * component.sum() <= component.size:
-                # Nothing is masked, so all further rounds would find the same component.
+                # The component is too small to be masked, so further rounds would find it again.
                 break
             if (component & previous).sum() / (component | previous).sum() > 0.5:
-                # The authors' next round finds this component again and accepts it unchecked.
+                # In the authors' code, this uses up the next round. That round finds this component
+                # again, and accepts it without this check.
                 rounds_left -= 1
                 if rounds_left < 0:
                     break
@@ -387,15 +435,15 @@ def run_maskcut(
 
 
 def split_away_from_corners(vector: Float64[np.ndarray, "rows cols"]) -> Bipartition:
-    """Split patches at the mean of a vector, and return a side with at most two image corners.
+    """Split patches at the mean of a vector, and return a side that is not the background.
 
-    The result is that of `split_at_mean`, unless the side above the mean contains at least three
-    corners. In that case, the side below the mean is returned, and the seed is the patch with the
-    smallest entry.
+    A side with at least three corners of the image counts as the background. The result is that of
+    `split_at_mean`, unless the side above the mean is the background. In that case, the side below
+    the mean is returned, and the seed is the patch with the smallest entry.
 
-    In the authors' code, LAPACK decides the sign of the eigenvector and thus which side is above
-    the mean. The entry of largest magnitude of a `FiedlerVector` is positive. The side above the
-    mean therefore contains the peak, as in the authors' paper.
+    Unlike in the authors' code, the sign of the eigenvector does not depend on LAPACK. The entry of
+    largest magnitude in a `FiedlerVector` is always positive. The side above the mean therefore
+    contains this entry, as in the authors' paper.
     """
     above = vector > vector.mean()
     if above[[0, 0, -1, -1], [0, -1, 0, -1]].sum() < 3:

@@ -1,4 +1,4 @@
-"""Compute second eigenvectors of similarity graphs, usually without a dense solver."""
+"""Compute second eigenvectors of similarity graphs, usually by Lanczos iterations."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,15 +28,16 @@ _MAX_REFINEMENTS = 4
 
 @dataclass(frozen=True)
 class Graph:
-    """A weighted graph with the weight matrix A = eps 1 1^T + scale * links.
+    """A graph between the tokens of an image, with the weight matrix A = eps 1 1^T + scale * links.
 
-    Its methods also use D, the diagonal matrix of the degrees.
+    The docstrings of its methods also use D, the diagonal matrix of the degrees.
 
     Attributes:
         links: Symmetric matrix. An entry is 0 for two tokens without a link, and 1 for linked
-            tokens. In a weighted graph, the entry of linked tokens is their cosine minus eps.
+            tokens. If the links are weighted, the entry of linked tokens is their cosine similarity
+            minus eps.
         degrees: Row sums of A, including the diagonal.
-        scale: Factor of `links`. It is 1 in a weighted graph, and 1 - eps in other graphs.
+        scale: Factor of `links`. It is 1 if the links are weighted, and 1 - eps otherwise.
         eps: Weight of two tokens without a link.
     """
 
@@ -49,7 +50,7 @@ class Graph:
     def from_links(
         cls, links: Float32[np.ndarray, "tokens tokens"], scale: float, eps: float
     ) -> "Graph":
-        """Create a graph from its links, and compute the degrees."""
+        """Create a graph from its link matrix, and compute the degrees of the tokens."""
         if scale == 1:
             linked = links.sum(1, dtype=np.float64)
         else:
@@ -58,15 +59,15 @@ class Graph:
         return cls(links, eps * len(links) + scale * linked, scale, eps)
 
     def isolate(self, tokens: Bool[np.ndarray, " tokens"]) -> "Graph":
-        """Return the graph without the links of some tokens, as if their features were zero."""
+        """Return a copy without the links of some tokens, as if the features of these were zero."""
         links = self.links * ~tokens
         links[tokens] = 0
         return Graph.from_links(links, self.scale, self.eps)
 
     def is_uniform(self) -> bool:
-        """Return whether all pairs of different tokens are linked, or none of these pairs.
+        """Return whether all pairs of different tokens are linked, or no pair is.
 
-        All partitions then have equal cost.
+        In both cases, all partitions of the graph have the same cost.
         """
         num_tokens = len(self.degrees)
         zero = self.eps * num_tokens
@@ -77,14 +78,19 @@ class Graph:
     def trivial_eigenvector(self) -> Float64[np.ndarray, " tokens"]:
         """Return the unit eigenvector of D^-1/2 A D^-1/2 with the largest eigenvalue, which is 1.
 
-        Its entries are proportional to the square roots of the degrees, so it needs no solver.
+        A is the weight matrix of the graph, and D is the diagonal matrix of the degrees. The
+        entries are proportional to the square roots of the degrees, so no solver is needed.
         """
         return np.sqrt(self.degrees / self.degrees.sum())
 
     def normalised_product(
         self, vector: Float64[np.ndarray, " tokens"], *, exact: bool = False
     ) -> Float64[np.ndarray, " tokens"]:
-        """Return D^-1/2 A D^-1/2 times a vector, computed in float32, or in float64 if exact."""
+        """Return D^-1/2 A D^-1/2 times a vector.
+
+        A is the weight matrix of the graph, and D is the diagonal matrix of the degrees. The
+        product is computed in float64 if `exact` is true, and otherwise in float32.
+        """
         roots = np.sqrt(self.degrees)
         scaled = vector / roots
         if exact:
@@ -107,7 +113,7 @@ def similarity_graph(
         features: Feature of each token.
         tau: The threshold, in [-1, 1]. Cosines are compared with it in float32.
         eps: Weight of each pair without a link. It keeps the graph connected.
-        weighted: Whether the weight of a link is the cosine instead of 1.
+        weighted: Whether the weight of a link is the cosine similarity instead of 1.
 
     Raises:
         DataError: The features of a token are NaN or infinite.
@@ -125,7 +131,7 @@ def similarity_graph(
 def cosine_similarities(
     features: Float32[np.ndarray, "tokens dim"],
 ) -> Float32[np.ndarray, "tokens tokens"]:
-    """Return the cosine of each pair of tokens, even if norms are very small or very large.
+    """Return the cosine similarity of each pair of tokens, also for very small or large norms.
 
     Raises:
         DataError: The features of a token are NaN or infinite.
@@ -152,8 +158,8 @@ class FiedlerVector:
             1. The first of the entries of y with the largest magnitude is positive.
         eigenvalue: lambda_2, in [0, 2].
         gap: lambda_3 - lambda_2. It is 0 if there is no third eigenvalue.
-        certificate: Upper bound of the angle between the computed and the exact D^1/2 y, in
-            radians.
+        certificate: Upper bound of the error: the angle between the computed and the exact D^1/2 y,
+            in radians.
         degenerate: Whether the gap is so small that the vector depends on rounding errors.
     """
 
@@ -172,10 +178,16 @@ class FiedlerVector:
         gap: float,
         residual: float,
     ) -> "FiedlerVector":
-        """Create a solution from the second largest eigenvalue of D^-1/2 A D^-1/2.
+        """Create a `FiedlerVector` from the second largest eigenvalue of D^-1/2 A D^-1/2.
 
-        `value` is this eigenvalue, 1 - lambda_2. `vector` is its eigenvector. `gap` is lambda_3 -
-        lambda_2. `residual` is the norm of the residual of the eigenpair.
+        A is the weight matrix of the graph, and D is the diagonal matrix of its degrees.
+
+        Args:
+            graph: The graph.
+            vector: Eigenvector of the eigenvalue.
+            value: The eigenvalue, which is 1 - lambda_2.
+            gap: lambda_3 - lambda_2.
+            residual: Norm of the residual of the eigenpair.
         """
         scaled = vector / np.linalg.norm(vector) / np.sqrt(graph.degrees)
         return cls(
@@ -190,10 +202,19 @@ class FiedlerVector:
 def second_eigenvector(
     features: Float32[np.ndarray, "tokens dim"], *, tau: float, eps: float, weighted: bool = False
 ) -> FiedlerVector:
-    """Return the second eigenvector of the normalised cut of a similarity graph.
+    """Return the second eigenvector of the normalised cut of a similarity graph between tokens.
 
-    The arguments and errors are those of `similarity_graph`. The function needs 4 * tokens^2 bytes
-    of memory in addition to the features. Several graphs can be solved in parallel threads.
+    The function needs 4 * tokens^2 bytes of memory in addition to the features. Several graphs can
+    be solved in parallel threads.
+
+    Args:
+        features: Feature of each token.
+        tau: Cosine similarity above which two tokens are linked, in [-1, 1].
+        eps: Weight of each pair without a link.
+        weighted: Whether the weight of a link is the cosine similarity instead of 1.
+
+    Raises:
+        DataError: The features of a token are NaN or infinite.
     """
     return solve(similarity_graph(features, tau=tau, eps=eps, weighted=weighted))
 
@@ -202,10 +223,10 @@ def solve(graph: Graph) -> FiedlerVector:
     """Return the second eigenvector of the normalised cut of a graph.
 
     The method is Lanczos with deflation and full reorthogonalisation. It usually needs 12 to 60
-    products of the link matrix with a vector. The iteration starts from two vectors, so that a
-    double eigenvalue shows as a gap of 0. The last product is in float64, so the bound on the
-    vector's error includes the rounding errors of earlier products. If this bound, `certificate`,
-    is not small enough, `solve_dense` solves the graph again.
+    products of the link matrix with a vector. The iteration starts from two vectors, because it can
+    then find a double eigenvalue, whose gap is 0. The last product is computed in float64. The
+    bound on the vector's error (`certificate`) therefore includes the rounding errors of earlier
+    products. If this bound is not small enough, `solve_dense` solves the graph again.
 
     Source: Equation 3 of TokenCut, https://arxiv.org/abs/2202.11539. The band form of Lanczos is by
     Ruhe, Math. Comp. 33 (1979).
@@ -232,7 +253,7 @@ def solve(graph: Graph) -> FiedlerVector:
 def solve_dense(graph: Graph) -> FiedlerVector:
     """Return the second eigenvector of the normalised cut of a graph, computed with LAPACK.
 
-    This takes cubic time and 24 tokens^2 bytes of memory.
+    The time is proportional to tokens^3. The computation takes 24 * tokens^2 bytes of memory.
     """
     roots = np.sqrt(graph.degrees)
     matrix = (graph.scale * graph.links.astype(np.float64) + graph.eps) / np.outer(roots, roots)
@@ -251,9 +272,10 @@ def solve_dense(graph: Graph) -> FiedlerVector:
 
 
 def _solve_lanczos(graph: Graph) -> FiedlerVector:
-    """Return the second eigenvector of the normalised cut of a graph.
+    """Return the second eigenvector of the normalised cut of a graph, by Lanczos iterations.
 
-    Lanczos iterations use products in float32. The vector is then refined in float64.
+    The iterations compute matrix-vector products in float32. The eigenvector is then refined in
+    float64.
     """
     random = np.random.default_rng(0)
     num_tokens = len(graph.degrees)
@@ -266,15 +288,16 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     projection = np.zeros((_MAX_PRODUCTS + 2, _MAX_PRODUCTS))
 
     def append(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float]:
-        """Append a unit vector to `rows`: the part of `vector` that is orthogonal to all rows.
+        """Make a vector orthogonal to all earlier rows, and append its direction to `rows`.
 
-        Return `rows @ vector` for the old rows, and the length of this part. If the length is
-        almost 0, append a random direction instead, and return 0.
+        Return the dot products of the vector with the earlier rows, and the length of its
+        orthogonal part. If this length is almost 0, append a random direction instead, and return a
+        length of 0.
         """
         nonlocal rows, num_rows
         products = rows[:num_rows] @ vector
         vector = vector - products @ rows[:num_rows]
-        # The first pass leaves rounding errors of the size of the removed part.
+        # The first pass leaves rounding errors, which the second pass removes.
         vector = vector - (rows[:num_rows] @ vector) @ rows[:num_rows]
         length = float(np.linalg.norm(vector))
         if length < 1e-14:
@@ -303,7 +326,10 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     def compute_residual(
         vector: Float64[np.ndarray, " tokens"],
     ) -> tuple[np.ndarray, float, np.ndarray]:
-        """Return D^-1/2 A D^-1/2 times a unit vector, its Rayleigh quotient, and its residual."""
+        """Return D^-1/2 A D^-1/2 times a unit vector, its Rayleigh quotient, and its residual.
+
+        The residual is zero if the vector is an eigenvector.
+        """
         product = graph.normalised_product(vector, exact=True)
         value = float(vector @ product)
         return product, value, product - value * vector
@@ -327,7 +353,8 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
 def map_graphs(function: Callable[[T], R], graphs: Iterable[T], *, num_threads: int) -> list[R]:
     """Apply a function to graphs in parallel threads, and return the results in order.
 
-    Each thread uses one BLAS thread. For many small graphs, this is faster than a parallel BLAS.
+    Within each of these threads, matrix operations (BLAS) run on a single thread. For many small
+    graphs, this is faster than parallel matrix operations.
     """
     blas = ThreadpoolController().select(user_api="blas")
     # A BLAS that is built on OpenMP has a limit for each thread, so every thread sets its limit.

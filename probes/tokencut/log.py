@@ -14,7 +14,7 @@ from probes.features.journal import Journal
 from ssl_bench.data.samples import Sample
 
 Cell = dict[str, Any]
-"""The objects that were found in one image with one facet of one block."""
+"""The objects that were found in one image with one block and one facet (kind of feature)."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,16 @@ class ImageResult:
             an image without boxes.
         grid: Numbers of rows and columns of patches, for blocks and facets that are not in `grids`.
         cells: Objects by block and facet (kind of feature), with keys such as "11/key". Each value
-            is a dictionary with the entries "box", "mask" (see `unpack_mask`), "hit" (None without
-            ground truth) and "degenerate" (whether the object is arbitrary). TokenCut and MaskCut
-            add "eigenvalue" and "gap". LOST adds "tied_cutoff". If there are several objects,
-            "further_boxes" and "further_masks" contain all objects except the first. With a true
-            mask, "object" contains `ssl_bench.scores.ObjectCounts`.
-        size: Height and width in pixels.
+            is a dictionary that describes the first object by "box", "mask" (see `unpack_mask`),
+            "hit" (None without ground truth) and "degenerate" (whether the object is arbitrary).
+            TokenCut and MaskCut add "eigenvalue" and "gap", and LOST adds "tied_cutoff", as in
+            `Discovery`. If there are several objects, "further_boxes" and "further_masks" describe
+            the others. If the image has a true mask, "object" contains the pixel counts of
+            `ssl_bench.scores.ObjectCounts`.
+        size: Height and width of the image in pixels.
         true_boxes: Ground-truth boxes in pixels. None if the image has no annotation of boxes.
         pixels: CRC-32 of the image at the size that the encoder received.
-        centre: `ObjectCounts` of the centre box. None without a true mask.
+        centre: Pixel counts (`ObjectCounts`) of a box in the centre. None without a true mask.
         grids: Numbers of rows and columns of patches by block and facet, with the keys of `cells`.
             They differ if blocks have different strides.
     """
@@ -68,25 +69,28 @@ class ImageResult:
     def patch_masks(self, cell: str) -> Iterator[Bool[np.ndarray, "rows cols"]]:
         """Yield the patch masks of the objects that were found with one block and facet.
 
-        `cell` has the form "LAYER/FACET", where a facet is a kind of feature. The mask of the
-        scored object comes first.
+        `cell` names the block and the facet (kind of feature), as in "11/key". The mask of the
+        object that is scored comes first.
         """
         for mask in [self.cells[cell]["mask"], *self.cells[cell].get("further_masks", [])]:
             yield unpack_mask(mask, self.grids.get(cell, self.grid))
 
 
 def cell_name(layer: int, facet: str) -> str:
-    """Return the key of a layer and kind of feature in `ImageResult.cells`, such as "11/key"."""
+    """Return the name of a layer and facet (kind of feature) in `ImageResult`, such as "11/key"."""
     return f"{layer}/{facet}"
 
 
 def pack_mask(mask: Bool[np.ndarray, "rows cols"]) -> str:
-    """Return a mask of patches as compressed text."""
+    """Return a mask of patches as compressed text, for a JSON file."""
     return base64.b64encode(zlib.compress(np.packbits(mask).tobytes())).decode()
 
 
 def unpack_mask(packed: str, grid: tuple[int, int]) -> Bool[np.ndarray, "rows cols"]:
-    """Return the mask that `pack_mask` compressed to this text."""
+    """Return the mask that `pack_mask` compressed to a text.
+
+    `grid` contains the numbers of rows and columns of the mask.
+    """
     bits = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
     return np.unpackbits(bits, count=grid[0] * grid[1]).reshape(grid).astype(bool)
 
@@ -102,11 +106,11 @@ class DiscoveryLog:
         journal: File from which a killed run continues. Each entry contains the objects of one
             image for some blocks and facets.
         identities: Hash of each image file by image id, from `sample_hashes`. Entries with other
-            hashes are ignored.
+            hashes are ignored, because the image has changed.
 
     Attributes:
         path: File of the journal.
-        results: Result of each image, merged from all entries of the image.
+        results: Objects found in each image, by image id, merged from all entries of the image.
     """
 
     def __init__(self, journal: Journal, identities: Mapping[str, str]) -> None:
@@ -124,7 +128,7 @@ class DiscoveryLog:
         return result is not None and result.cells.keys() >= set(cells)
 
     def add(self, image_id: str, result: ImageResult) -> None:
-        """Store the objects that were found in an image, and write them to the log file at once.
+        """Store the objects that were found in an image, and write them to the file immediately.
 
         Raises:
             MachineError: The file cannot be written.
@@ -135,11 +139,11 @@ class DiscoveryLog:
         self._store({"image": image_id, "entry": self._identities[image_id], **values})
 
     def copy_from(self, path: Path) -> list[tuple[str, str, list[str]]]:
-        """Copy the results of the same image files from the log of another image set.
+        """Copy the results of identical image files from the log of another image set.
 
         Returns:
             For each copied result: the image id in the other log, the image id in this log, and the
-            keys "LAYER/FACET" of the copied objects.
+            blocks and facets (kinds of features) of the copied objects, such as "11/key".
         """
         image_ids: dict[str, list[str]] = {}
         for image_id, identity in self._identities.items():
@@ -155,7 +159,7 @@ class DiscoveryLog:
     def _read(self, path: Path) -> list[dict[str, Any]]:
         """Return the entries of a log file.
 
-        Entries that another version of ssl-bench wrote with other fields are skipped.
+        Entries with missing or unknown fields, from another version of ssl-bench, are skipped.
         """
         entries = self._journal.read(path)
         return [entry for entry in entries if _REQUIRED <= entry.keys() <= _ALLOWED]

@@ -28,9 +28,9 @@ _PALETTE = [0, 0, 0, 255, 255, 255, 230, 80, 60, 70, 130, 230, 250, 200, 60]
 
 
 def sheet_path(folder: Path, cell: str) -> Path:
-    """Return the path of the contact sheet of one block and facet (kind of feature).
+    """Return the path of the contact sheet, a figure of many images, of one block and facet.
 
-    `cell` has the form "LAYER/FACET".
+    `cell` names the block and the facet (kind of feature), as in "11/key".
     """
     return folder / f"{_block_name(cell)}.png"
 
@@ -40,9 +40,10 @@ def panel_path(folder: Path, cell: str, image_id: str) -> Path:
 
 
 def mask_path(folder: Path, cell: str, image_id: str) -> Path:
-    """Return the path of the mask file with the objects that are found in an image.
+    """Return the path of the PNG file with the masks of the objects that were found in an image.
 
-    Masks are saved only for images without ground truth.
+    `cell` names the block and the facet (kind of feature), as in "11/key". Such files are saved
+    only for images without ground truth.
     """
     *folders, last = PurePosixPath(image_id).parts
     return folder.joinpath("masks", _block_name(cell), *folders, figure_file_name(last))
@@ -66,10 +67,19 @@ def draw_sheets(
 ) -> None:
     """Draw a contact sheet of images with the objects found in them, for each block and facet.
 
-    A facet is a kind of feature, such as keys. Each of `cells` has the form "LAYER/FACET". Images
-    are grouped by outcome: hits, misses, not scored, and degenerate (the object is arbitrary). At
-    most `per_group` images of each group are drawn. `prepare` resizes an image to the size that the
-    encoder received. The heading consists of `title[0]`, block, facet and `title[1]`.
+    Images are grouped by outcome: hits, misses, not scored, and degenerate (the object is
+    arbitrary).
+
+    Args:
+        cells: Names of a block and a facet (kind of feature), such as "11/key".
+        title: Texts of the heading. The first one is before the block and the facet, and the second
+            one is after them.
+        folder: Folder of the figures.
+        images: The images.
+        results: Objects found in each image, by image id.
+        patch_size: Side of a patch in pixels.
+        per_group: Maximum number of images of each group to draw.
+        prepare: Function that resizes an image to the size that the encoder received.
 
     Raises:
         DataError: An image has changed since its objects were found.
@@ -79,7 +89,7 @@ def draw_sheets(
     def thumbnail(
         image_id: str,
     ) -> tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"] | None]:
-        """Return an image and its true mask at the size of a tile of the contact sheet."""
+        """Return an image and its true mask at the size that they have in the contact sheet."""
         sample = prepare(images[images.ids.index(image_id)])
         if not results[image_id].belongs_to(sample):
             raise DataError(
@@ -129,8 +139,9 @@ def draw_sheets(
 def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str, Sequence[str]]:
     """Group the ids of images by outcome: hits, misses, not scored, or degenerate.
 
-    The object of a degenerate image is arbitrary. Such an image is in the group "degenerate" even
-    if its box is a hit. Empty groups are left out.
+    If the object found in an image is arbitrary, the image is in the group "degenerate", even if
+    its box is a hit. Empty groups are left out. `cell` names the block and the facet (kind of
+    feature), as in "11/key".
     """
     groups: dict[str, list[str]] = {"hits": [], "misses": [], "not scored": [], "degenerate": []}
     for image_id, result in results.items():
@@ -143,10 +154,10 @@ def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str,
 def draw_panel(
     sample: Sample, objects: Sequence[Discovery], title: str, grid: PatchGrid
 ) -> list[Image.Image]:
-    """Return the tiles (images) of the figure of one image and one block.
+    """Draw the objects that were found in one image with one block, and return a list of drawings.
 
-    The tiles show the image with boxes, the masks of the found objects, and the eigenvector, if
-    there is one.
+    They show the image with boxes, the masks of the found objects, and the eigenvector, if there is
+    one.
     """
     scored, *others = objects
     further = np.array([other.box for other in others]).reshape(-1, 4)
@@ -167,7 +178,7 @@ def draw_panel(
 
 
 def save_masks(objects: Sequence[Discovery], grid: PatchGrid, path: Path) -> None:
-    """Save the masks of objects as one PNG.
+    """Save the masks of all objects of an image as one PNG.
 
     The pixel values are 0 for the background, 1 for the first object, 2 for the second, and so on.
     """
@@ -185,7 +196,14 @@ def draw_boxes(
     found: Float64[np.ndarray, " 4"],
     further: Float64[np.ndarray, "others 4"],
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Draw the outlines of boxes on a copy of an image. The scored box is on top of the others."""
+    """Draw the outlines of boxes on a copy of an image.
+
+    Args:
+        image: RGB image.
+        true: Ground-truth boxes.
+        found: The found box that is scored. It is drawn last.
+        further: Further found boxes.
+    """
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
     width = _line_width(image)
@@ -200,7 +218,10 @@ def draw_boxes(
 def outline_object(
     image: UInt8[np.ndarray, "height width 3"], truth: UInt8[np.ndarray, "height width"] | None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Draw the outline of the true object (class 1 of the mask) on an image, if there is a mask."""
+    """Draw the outline of the true object on an image. Without a true mask, return the image.
+
+    The object consists of the pixels of `truth` with the value 1.
+    """
     if truth is None:
         return image
     inside, width = truth == 1, _line_width(image)
@@ -222,6 +243,6 @@ def highlight(
 
 
 def _colour_values(vector: Float64[np.ndarray, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
-    """Map negative values to blue, zero to white and positive values to red."""
+    """Convert values to colours: negative ones to blue, zero to white and positive ones to red."""
     share = 0.5 + 0.5 * vector / max(abs(vector).max(), 1e-300)
     return (255 * matplotlib.colormaps["RdBu_r"](share)[..., :3]).round().astype(np.uint8)

@@ -59,7 +59,7 @@ TOKENS_PER_BATCH = 8192
 _DECODERS = 4
 _WAITING_PIXELS = 64_000_000
 """Maximum number of decoded pixels that wait for other images of the same shape (192 MB)."""
-# Version of the log. Increase it when the entries of older logs are no longer valid.
+# Version of the log's format. Increase it when the entries of older logs become invalid.
 _LOG_FORMAT = 5
 
 
@@ -69,23 +69,25 @@ class TokenCut(Cut, Probe):
 
     Attributes:
         protocol: Name of the preset: "reference" follows the authors' code, and "adaptive" sets tau
-            to "otsu", so that each image has its own threshold. Tables show changed options after
-            the protocol.
-        truth: Annotations to compare with: "boxes" for CorLoc of the box, "masks" for maximal
-            F-beta, IoU and accuracy of the mask, or "none" to count degenerate graphs, whose object
-            is arbitrary. The default is "boxes" for datasets with boxes, "masks" for datasets with
-            masks of one object and no boxes, and "none" for datasets with neither.
-        facet: Features of the graph, one or several of key, query, value, token, token_normed,
-            attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
-        method: Algorithm that finds the object. The first mask of maskcut is scored.
-        max_objects: Number of rounds of maskcut. Each round finds one mask or none.
-        panels: Number of images that have their own figure. A contact sheet shows at most this
-            number of images of each group (hits, misses, degenerate).
+            to "otsu", so that each image has its own threshold. If the user has changed other
+            options, tables show them after the name.
+        truth: Annotations to compare with: "boxes" (scores CorLoc), "masks" (scores maximal F-beta,
+            IoU and accuracy) or "none" (counts images whose object is arbitrary). The default is
+            "boxes" for datasets with boxes, "masks" for datasets with masks of one object and no
+            boxes, and "none" for datasets with neither.
+        facet: Features from which the similarity graph is computed, one or several of key, query,
+            value, token, token_normed, attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of
+            a block.
+        method: Algorithm that finds the object. With "maskcut", the first object is scored.
+        max_objects: Number of rounds of "maskcut". Each round finds one object or none.
+        panels: Number of images that have their own figure. A contact sheet (a figure of many
+            images) shows at most this number of images of each group (hits, misses, degenerate).
         longer_side: Longer side in pixels to which images are resized. By default, images keep
             their size.
-        max_side: Longer side in pixels to which larger images are reduced, if longer_side is not
-            set. For a folder of pictures it is 640, the longer side of COCO's images. Without a
-            limit, the graph of a photograph with 12 million pixels would have 60,000 patches.
+        max_side: Longer side in pixels to which larger images are reduced, if `longer_side` is not
+            set. For a folder of images without annotations, it is 640, the longer side of COCO's
+            images. Without a limit, the graph of a photograph with 12 million pixels could have
+            60,000 patches.
         squash: Side in pixels of the squares that images are resized to without keeping their
             aspect ratio. It is set automatically if the encoder accepts only one size.
     """
@@ -104,7 +106,7 @@ class TokenCut(Cut, Probe):
     known_facets = ("key", "query", "value", "token", "token_normed", *INNER_FACETS)
     further_protocols = ("adaptive",)
     keeps_images = True
-    # `truth` is excluded, because each truth has its own metrics.
+    # `truth` is excluded, because each of its values has other metrics.
     excluded_from_identity = ("protocol", "facet", "panels", "truth")
 
     def __post_init__(self) -> None:
@@ -127,15 +129,18 @@ class TokenCut(Cut, Probe):
 
     @property
     def variant(self) -> list[str]:
-        """Return the name of the preset, followed by the options that the user has changed."""
+        """Return the name of the preset, followed by the options that the user has changed.
+
+        Each option has the form "NAME=VALUE".
+        """
         changed = changed_settings(self).items()
         return [self.protocol, *(f"{name}={value}" for name, value in changed)]
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder for the figures, the masks and the log.
+        """Return the name of the folder for the figures, the masks and the log of found objects.
 
-        It consists of the protocol and the options that the user has changed.
+        It consists of the name of the preset and the options that the user has changed.
         """
         return "_".join(self.variant)
 
@@ -149,7 +154,7 @@ class TokenCut(Cut, Probe):
             del settings["max_objects"]
         if self.longer_side or self.squash:
             del settings["max_side"]
-        # Records that were written before these fields existed must stay valid.
+        # Records (stored results) that were written before these fields existed must stay valid.
         unset = {name for name in SIZE_FIELDS if settings.get(name) is None}
         return {name: value for name, value in settings.items() if name not in unset}
 
@@ -195,7 +200,10 @@ class TokenCut(Cut, Probe):
         return figures
 
     def serves(self, other: Probe) -> bool:
-        """Return whether another probe needs the same features of the same images as this one."""
+        """Return whether another probe needs the same features of the same images.
+
+        Both probes can then share one pass of the images through the encoder.
+        """
 
         def inputs(probe: TokenCut) -> tuple[Any, ...]:
             return probe.facets, probe.resize, probe.truth == "masks"
@@ -223,11 +231,17 @@ class TokenCut(Cut, Probe):
                 yield corloc_score(layer, facet, results)
 
     def find_objects(self, context: ProbeContext) -> list[ImageResult]:
-        """Find the objects of all images, and draw the figures. The errors are those of `run`."""
+        """Find the objects of all images, draw the figures, and return the objects of each image.
+
+        Raises:
+            DataError: A file cannot be read, or no image has a box to score with.
+            CheckpointError: The encoder returns NaN for an image.
+        """
         images = self.split(context.dataset)
         cells = [cell_name(*cell) for cell in itertools.product(context.layers, self.facets)]
         own = _Search(self, context, context.artifacts, images, cells)
-        # Later probes of the command that have the same inputs share this pass through the encoder.
+        # Later probes of the same command share this pass through the encoder if they have the same
+        # inputs.
         later = [
             _Search(probe, context, artifacts, images, cells)
             for probe, artifacts in context.later
@@ -251,7 +265,7 @@ class TokenCut(Cut, Probe):
         _warn_about_padding(self, context, results, cells)
         if self.truth == "none":
             side = self.settings().get("max_side")
-            reduced = f". Larger images were reduced to {side} pixels (probe.max_side)"
+            reduced = f". Images with a side above {side} pixels were reduced (probe.max_side)"
             context.say(
                 f"{images.name} has no ground truth, so only degenerate graphs are counted. Masks, "
                 f"boxes and figures are in {own.folder}{reduced if side else ''}"
@@ -268,11 +282,11 @@ class TokenCut(Cut, Probe):
 
 
 class _Search:
-    """The search of one probe for objects in all images, with its log and its figures.
+    """The results of one probe that searches images for objects: its log and its figures.
 
     Attributes:
         folder: Folder of the log and the figures.
-        log: Results of all images that have been searched.
+        log: The objects that have been found so far, by image.
     """
 
     def __init__(
@@ -299,13 +313,13 @@ class _Search:
         started_files.add(journal.path)
         identities = dict(zip(images.ids, sample_hashes(images), strict=True))
         self.log = DiscoveryLog(journal, identities)
-        # Figures of a result store are in TASK/DATASET/ENCODER.
+        # A result store (a folder of results) has its figures in TASK/DATASET/ENCODER.
         task_folder = artifacts.parent.parent
         if not context.overwrite and task_folder.name == probe.task:
             self._copy_from_other_sets(task_folder, images)
 
     def _copy_from_other_sets(self, task_folder: Path, images: ImageSet) -> None:
-        """Copy the results of the same image files from the logs of other image sets.
+        """Copy results from the logs of other image sets that contain the same image files.
 
         For example, one image set may be a subset of the other.
         """
@@ -335,7 +349,11 @@ class _Search:
     def save(
         self, sample: Sample, objects: Mapping[str, Sequence[Discovery]], grid: PatchGrid
     ) -> None:
-        """Save the figures of an image, then its result, unless all of them exist already."""
+        """Save the figures of an image, and then the objects that were found in it.
+
+        If all of these exist already, do nothing. `objects` contains the found objects by block and
+        facet (kind of feature), with keys such as "11/key".
+        """
         if not self.is_incomplete(sample.image_id):
             return
         result = image_result(sample, objects, grid, has_mask=self.probe.truth == "masks")
@@ -350,9 +368,9 @@ class _Search:
 
 
 def _search_images(context: ProbeContext, images: ImageSet, searches: Sequence[_Search]) -> None:
-    """Find the objects of all images for several probes.
+    """Find the objects of all images for several probes, with one pass through the encoder.
 
-    Each image that lacks a result or a figure of any probe is encoded once, for all probes.
+    Images are skipped if the results and figures of all probes exist already.
     """
     probes = [search.probe for search in searches]
     first = probes[0]
@@ -393,12 +411,18 @@ def batch_by_shape(
     max_patches: int,
     waiting_pixels: int = _WAITING_PIXELS,
 ) -> Iterator[list[Sample]]:
-    """Group samples by shape, and yield each batch as soon as it is complete.
+    """Collect samples of equal shape into batches, and yield each batch as soon as it is full.
 
-    The first two values of a shape are the numbers of rows and columns of patches. A batch is
-    complete if a further sample would exceed `max_patches` patches. If incomplete batches have more
-    than `waiting_pixels` pixels in total, the largest of them is yielded. If a sample cannot be
-    read, all earlier samples are yielded before the error is raised.
+    If a sample cannot be read, all earlier samples are yielded before the error is raised.
+
+    Args:
+        samples: The samples.
+        shape: Function that returns the shape of a sample. The first two values are the numbers of
+            rows and columns of patches.
+        max_patches: Maximum number of patches in a batch of several samples. A batch is full if a
+            further sample would exceed this number.
+        waiting_pixels: Maximum number of pixels in all incomplete batches. If they have more, the
+            largest of them is yielded.
     """
 
     def count_pixels(batch: Sequence[Sample]) -> int:
@@ -424,9 +448,12 @@ def find_in_batch(
 ) -> list[list[dict[str, list[Discovery]]]]:
     """Find the objects of each image of a batch with each of several probes.
 
-    The result is indexed by image, then by probe. Each of its dictionaries maps the name of a block
-    and facet (kind of feature) to the objects that were found. All images must have the same patch
-    grid. Their graphs are cut on the CPU in parallel threads.
+    The images are encoded together, so all of them must have the same patch grid. Their similarity
+    graphs are cut on the CPU in parallel threads.
+
+    Returns:
+        For each image, a list with a dictionary for each probe. The dictionary contains the found
+        objects by block and facet (kind of feature), with keys such as "11/key".
 
     Raises:
         CheckpointError: The features are not finite.
@@ -467,9 +494,13 @@ def patch_grid(sample: Sample, patch_size: int) -> PatchGrid:
 def pad_and_stack(
     samples: Sequence[Sample], shape: tuple[int, int], colour: tuple[float, float, float]
 ) -> Float[Tensor, "batch 3 height width"]:
-    """Stack images in [0, 1], and pad them on the right and at the bottom to `shape`.
+    """Stack images with values in [0, 1], and pad them on the right and at the bottom.
 
-    If `colour` is the encoder's mean, the padding is zero after normalisation.
+    Args:
+        samples: The images.
+        shape: Height and width after padding, in pixels.
+        colour: RGB colour of the padding in [0, 1]. With the mean colour of the encoder's
+            normalisation, the padding is zero after the normalisation.
     """
     batch = torch.tensor(colour)[:, None, None].repeat(len(samples), 1, *shape)
     for image, sample in zip(batch, samples, strict=True):
@@ -486,9 +517,9 @@ def pad_and_stack(
 def _warn_about_degenerate_blocks(
     probe: TokenCut, context: ProbeContext, results: Sequence[ImageResult]
 ) -> None:
-    """Print the blocks in which most graphs are degenerate, and recommend a setting.
+    """Print in which blocks most similarity graphs are degenerate, and recommend a setting.
 
-    The object of a degenerate graph is arbitrary.
+    The object that is found in a degenerate graph is arbitrary.
     """
     blocks = []
     for facet in probe.facets:
@@ -503,8 +534,8 @@ def _warn_about_degenerate_blocks(
     line = f"{probe.task}: most graphs are degenerate for {'; '.join(blocks)}"
     if probe.tau == "otsu":
         context.say(
-            f"{line}. If most patches of an image are nearly equal, the box is arbitrary. Another "
-            "block or facet may help"
+            f"{line}. If most patches of an image are nearly equal, the box is arbitrary. Try "
+            "another block or facet"
         )
         return
     threshold = "0" if probe.method == "lost" else f"tau={probe.tau}"
@@ -524,7 +555,10 @@ def _warn_about_padding(
     results: Mapping[str, ImageResult],
     cells: Sequence[str],
 ) -> None:
-    """Print the images whose object lies entirely in the padding. Most such images are small."""
+    """Print which images have an object that lies entirely in the padding of the image.
+
+    Most of these images are small.
+    """
     patch_size = context.encoder.patch_size
     image_ids = [
         escape_unprintable(image_id)

@@ -44,6 +44,12 @@ def image_result(
 ) -> ImageResult:
     """Compare the objects that were found in an image with its true boxes or its true mask.
 
+    Args:
+        sample: The image with its annotations.
+        objects: Found objects by block and facet (kind of feature), with keys such as "11/key".
+        grid: Size of the image and of its patches.
+        has_mask: Whether to compare with the true mask.
+
     Raises:
         DataError: `has_mask` is true, but the image has no mask.
     """
@@ -72,10 +78,10 @@ def _make_cell(
     true_boxes: Float64[np.ndarray, "boxes 4"] | None,
     true_mask: UInt8[np.ndarray, "height width"] | None,
 ) -> Cell:
-    """Return the objects found with one block and facet, in the format of `ImageResult.cells`.
+    """Convert the objects of one image, block and facet to the format of `ImageResult.cells`.
 
-    A facet is a kind of feature, such as keys. With a true mask, the first object is a hit if its
-    IoU with this mask is at least 0.5.
+    A facet is a kind of feature, such as keys. If there is a true mask, the first object is a hit
+    if its IoU with this mask is at least 0.5.
     """
     first, *others = objects
     cell: Cell = {
@@ -135,9 +141,10 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
 
 
 def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> Iterator[Score]:
-    """Yield the scores of the masks of found objects, averaged over images.
+    """Compare the masks of found objects with true masks, and yield the scores of one layer.
 
-    There is one score for each metric of `OBJECT_SCORES`. All images must have a true mask.
+    There is one score for each metric of `OBJECT_SCORES`, such as IoU, averaged over the images.
+    All images must have a true mask. `facet` is the kind of feature, such as keys.
     """
     cells = [result.cells[cell_name(layer, facet)] for result in results]
     counts = np.array([cell["object"] for cell in cells], np.int64)
@@ -157,9 +164,9 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
 
 
 def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
-    """Return the percentage of degenerate images, whose object is arbitrary.
+    """Return the percentage of degenerate images, in which the found object is arbitrary.
 
-    This is the only score that needs no ground truth.
+    This is the only score that needs no ground truth. `facet` is the kind of feature, such as keys.
     """
     flags = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
     value, ci95 = 100 * float(flags.mean()), Share(flags).ci95()
@@ -167,11 +174,12 @@ def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> 
 
 
 def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
-    """Return "degenerate_percent" and "tied_cutoff_percent" of some images.
+    """Return the percentages of images in which the found object is unreliable.
 
-    They are the percentages of images in which the flags "degenerate" and "tied_cutoff" are true.
-    `Discovery` explains both flags. Each element of `cells` contains the objects found in one
-    image. A percentage is left out if no element has the flag: only LOST sets "tied_cutoff".
+    "degenerate_percent" counts objects with the flag "degenerate", and "tied_cutoff_percent" counts
+    those with the flag "tied_cutoff". `Discovery` explains both flags. The second percentage is
+    left out unless the objects were found with LOST, because only LOST sets this flag. Each element
+    of `cells` contains the objects of one image.
     """
     percentages = {}
     for flag in ("degenerate", "tied_cutoff"):
@@ -185,4 +193,7 @@ CONSTANT_BOXES: Mapping[str, Callable[[tuple[int, int]], Float64[np.ndarray, " 4
     "centre box": centre_box,
     "whole image": lambda size: np.array([0, 0, size[1], size[0]], np.float64),
 }
-"""Boxes that depend only on the size of an image. The better box is the baseline of a score."""
+"""Functions that return a box, given only the height and width of an image.
+
+The box with the higher score is the image-independent baseline.
+"""

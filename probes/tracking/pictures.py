@@ -1,4 +1,4 @@
-"""Draw the propagated masks of a video: a picture with some frames, and an animation."""
+"""Draw the propagated masks of a video: a figure with some frames, and an animation."""
 
 import io
 from collections.abc import Sequence
@@ -26,7 +26,10 @@ _WHITE = (255, 255, 255)
 
 
 def choose_frames(num_frames: int, count: int) -> list[int]:
-    """Return the indices of up to `count` evenly spaced frames, from the first to the last one."""
+    """Return the indices of up to `count` evenly spaced frames of a video.
+
+    The first and the last frame are included.
+    """
     return sorted(
         {*np.linspace(0, num_frames - 1, min(count, num_frames)).round().astype(int).tolist()}
     )
@@ -35,9 +38,12 @@ def choose_frames(num_frames: int, count: int) -> list[int]:
 def draw_overlay(
     image: Pixels, numbers: Numbers, truth: Numbers | None
 ) -> UInt8[np.ndarray, "_height _width 3"]:
-    """Reduce a frame to the height of figures, and colour the objects in it.
+    """Reduce a frame of a video to the height of figures, and colour the objects in it.
 
-    The outlines of true objects are white.
+    Args:
+        image: The frame.
+        numbers: Predicted mask, with the number of the object at each pixel.
+        truth: True mask, whose objects get white outlines. None for no outlines.
     """
     height = min(_HEIGHT, image.shape[0])
     size = (max(1, round(image.shape[1] * height / image.shape[0])), height)
@@ -56,7 +62,7 @@ def draw_overlay(
 
 
 def save_strip(frames: Sequence[tuple[Pixels, str]], line: str, path: Path) -> None:
-    """Save a picture with frames and their titles in two rows, below a line of text."""
+    """Save a figure with frames and their titles in two rows, below a line of text."""
     tiles = [Picture(image, (title,), height=image.shape[0]).tile() for image, title in frames]
     half = -(-len(tiles) // 2)
     save_sheet(
@@ -65,7 +71,7 @@ def save_strip(frames: Sequence[tuple[Pixels, str]], line: str, path: Path) -> N
 
 
 def save_animation(frames: Sequence[Pixels], path: Path) -> None:
-    """Save frames as an animated PNG with 256 colours, which repeats forever."""
+    """Save frames as an animated PNG with 256 colours. The animation repeats forever."""
     height = min(_ANIMATION_HEIGHT, frames[0].shape[0])
     width = max(1, round(frames[0].shape[1] * height / frames[0].shape[0]))
     small = [
@@ -84,7 +90,10 @@ def save_animation(frames: Sequence[Pixels], path: Path) -> None:
 
 
 def save_numbers(numbers: Numbers, path: Path) -> None:
-    """Save a mask of object numbers as a PNG, with the palette of VOC and DAVIS."""
+    """Save a mask as a PNG with the palette of VOC and DAVIS.
+
+    The value of a pixel is the number of the object, or 0 for the background.
+    """
     image = Image.fromarray(numbers)
     image.putpalette(voc_colours().ravel().tolist())
     buffer = io.BytesIO()

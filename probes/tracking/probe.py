@@ -56,8 +56,8 @@ from ssl_bench.system.device import to_device
 from ssl_bench.system.files import figure_file_name
 
 AREA = "area_ratio"
-# Both sides of a frame are multiples of the patch size. In DINO's script, the longer side is also a
-# multiple of 64.
+# Both sides of a resized frame are multiples of the patch size. In DINO's script, the longer side
+# is also a multiple of 64.
 _LONG_SIDE_MULTIPLE = 64
 
 LayerFacet = tuple[int, Facet]
@@ -67,6 +67,8 @@ Numbers = UInt8[np.ndarray, "height width"]
 @dataclass(frozen=True)
 class Tracking(Probe):
     """A training-free probe that propagates the masks of a video's first frame to later frames.
+
+    Each patch gets its label from the most similar patches of earlier frames.
 
     Attributes:
         protocol: Name of the preset. "dino" is the evaluation of DINO's authors on DAVIS.
@@ -80,7 +82,8 @@ class Tracking(Probe):
             64, or the patch size if 64 is not a multiple of it.
         keep_aspect_ratio: Whether frames keep their aspect ratio, up to rounding. Otherwise, both
             sides have `image_size` pixels.
-        latest_frames: Number of latest frames whose patches are compared, in addition to the first.
+        latest_frames: Number of preceding frames whose patches are compared with those of a frame,
+            in addition to the first frame of the video.
         radius: Largest distance between compared patches along rows and along columns, in patches.
         neighbours: Number of most similar patches whose labels are propagated.
         temperature: The weight of a label is exp(cosine similarity / temperature).
@@ -128,7 +131,7 @@ class Tracking(Probe):
 
         The masks of the first and the last frame are never scored. The probe is returned unchanged
         if another frame has a mask, if the user has set `truth`, or if the video does not list its
-        frames.
+        frames. `typed` contains the names of the settings that the user has set.
         """
         frames = dataset.val()[0].frames
         if "truth" in typed or frames is None:
@@ -151,7 +154,10 @@ class Tracking(Probe):
         return replace(self, image_size=side, keep_aspect_ratio=False)
 
     def frame_size(self, height: int, width: int, patch_size: int) -> tuple[int, int]:
-        """Return the height and width in pixels that frames are resized to."""
+        """Return the height and width in pixels to which a frame is resized.
+
+        `height` and `width` are the original size of the frame in pixels.
+        """
         short = max(1, self.image_size // patch_size) * patch_size
         if not self.keep_aspect_ratio:
             return short, short
@@ -159,7 +165,7 @@ class Tracking(Probe):
         if self.long_side_multiple is None and multiple % patch_size:
             multiple = patch_size
         longer = self.image_size * max(height, width) / min(height, width)
-        # A frame that is almost a square stays at least as long as its shorter side.
+        # If a frame is almost a square, the longer side could otherwise become the shorter one.
         longer = max(short, int(longer // multiple) * multiple)
         return (short, longer) if width >= height else (longer, short)
 
@@ -177,20 +183,23 @@ class Tracking(Probe):
     def figure_paths(self, layer: int, facet: Facet, video: str) -> tuple[str, str]:
         """Return the paths of the two figures of a video, relative to `ProbeContext.artifacts`.
 
-        The first is a strip, which is a picture with some of the frames. The second is an
-        animation.
+        The first figure shows some of the frames side by side. The second is an animation. `video`
+        is the id of the video.
         """
         name = f"block{layer:02d}_{facet}/{figure_file_name(video)}"
         return f"{self.folder}/{name}", f"{self.folder}-animated/{name}"
 
     @property
     def folder(self) -> str:
-        """Return the name of the figure folder, which states all changed settings."""
+        """Return the name of the folder for figures.
+
+        It consists of the name of the preset and the settings that the user has changed.
+        """
         changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
         return "_".join([self.protocol, *changed])
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Track the objects of one video after the other, in all layers and facets at once.
+        """Track the objects of all videos, and yield the scores of all layers and facets.
 
         A facet is a kind of feature, such as keys.
 
@@ -218,8 +227,11 @@ class Tracking(Probe):
     ) -> tuple["VideoResult", dict[LayerFacet, "VideoResult"]]:
         """Track the objects of one video in all layers and facets (kinds of features).
 
-        Return the result of a baseline, which uses the first mask for all frames. Also return a
-        dictionary from each layer and facet to its result.
+        `is_drawn` states whether the figures of the video are saved.
+
+        Returns:
+            Two results. The first is the result of a baseline, which uses the mask of the first
+            frame for all frames. The second contains the result of each layer and facet.
         """
         if video.frames is None or video.mask is None:
             raise DataError(f"expected a video whose first frame has a mask, got {video.image_id}")
@@ -278,7 +290,11 @@ class Tracking(Probe):
         video: Sample,
         size: tuple[int, int],
     ) -> Iterator[tuple[Sample, dict[LayerFacet, PatchFeatures]]]:
-        """Yield each frame with its features. OpenCV resizes frames, as in DINO's script."""
+        """Yield each frame of a video with its patch features, by layer and facet.
+
+        A facet is a kind of feature, such as keys. `size` is the height and width to which frames
+        are resized. OpenCV resizes them, as in DINO's script.
+        """
         frames = video.frames
         assert frames is not None
 
@@ -307,7 +323,8 @@ class Tracking(Probe):
     def _mask_path(self, layer_facet: LayerFacet, frame: Sample) -> Path:
         """Return the path at which the predicted mask of a frame is saved.
 
-        Reports do not show these files.
+        The path is relative to the output folder, `ProbeContext.artifacts`. HTML reports do not
+        show these masks.
         """
         layer, facet = layer_facet
         *folders, name = frame.image_id.split("/")
@@ -322,8 +339,9 @@ class VideoResult:
     """The scores of one layer and facet (kind of feature) for a video.
 
     Attributes:
-        statistics: Values of each metric for all objects. Empty without true masks.
-        area_ratio: Area of each object in the last frame, divided by its area in the first frame.
+        statistics: Value of each metric for each object. Empty without true masks.
+        area_ratio: Predicted area of each object in the last frame, divided by its area in the
+            first frame.
         num_scored: Number of scored frames.
     """
 
@@ -347,9 +365,9 @@ class VideoTrack:
         self.animation: list[UInt8[np.ndarray, "height width 3"]] = []
 
     def add_frame(self, predicted: Numbers, true: Sequence[Outline] | None) -> None:
-        """Store the predicted mask of the next video frame.
+        """Store the predicted mask of the next frame, and score it if `true` is given.
 
-        If true masks are passed, also score the prediction.
+        `true` contains the true mask and contour of each object.
         """
         self._last = predicted
         if true is not None:
@@ -358,9 +376,15 @@ class VideoTrack:
     def add_picture(
         self, number: int, num_frames: int, frame: Sample, truth: Numbers | None
     ) -> None:
-        """Draw the frame that was added last, if the strip of frames or the animation shows it.
+        """Draw the frame that was added last, if a figure of the video contains it.
 
-        The strip is a picture with some of the frames.
+        The figures are a strip of some frames and an animation.
+
+        Args:
+            number: Index of the frame in the video.
+            num_frames: Number of frames in the video.
+            frame: The frame.
+            truth: True mask of the frame. None if the frame is not scored.
         """
         in_strip = number in choose_frames(num_frames, STRIP_FRAMES)
         in_animation = number in choose_frames(num_frames, ANIMATION_FRAMES)
@@ -387,7 +411,7 @@ class VideoTrack:
 def block_scores(
     layer_facet: LayerFacet, results: Sequence[VideoResult], baselines: Sequence[VideoResult]
 ) -> Iterator[Score]:
-    """Yield the scores of a layer and facet: means over the objects of all videos.
+    """Yield the scores of a layer and facet, averaged over the objects of all videos.
 
     Args:
         layer_facet: The layer and facet (kind of feature).
@@ -414,7 +438,7 @@ def block_scores(
             ci95 = estimate.ci95()
             yield Score(*cell, estimate.value, ci95, num_videos, own, per_image=contributions)
         else:
-            # A decay may be negative, and a low one is better.
+            # A decay may be negative. Lower values are better.
             yield Score(*cell, estimate.value, symmetric_ci95(estimate), num_videos, own, unit="")
     _, estimate = video_estimate([result.area_ratio for result in results])
     cell = (*layer_facet, AREA)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ssl_bench.neighbours import unit_vectors
 
-# Number of queries in a matrix product. With more queries, more of the keys would lie outside their
-# windows.
+# Number of patches that are compared in one matrix product. With more of them, more of the compared
+# pairs of patches would be further apart than `Window.radius`, and computed in vain.
 _QUERIES = 160
 # If a channel varies by less than this share of its maximum, it is constant up to rounding.
 _CONSTANT = 1e-6
@@ -23,12 +23,13 @@ PatchLabels = Float[Tensor, "rows cols channels"]
 
 @dataclass(frozen=True)
 class Window:
-    """Settings that select and weight the patches whose labels are propagated to a patch.
+    """Settings that select the earlier patches whose labels a patch gets, and their weights.
 
     Attributes:
         latest_frames: Number of preceding frames to compare with, in addition to the first frame.
-        radius: Largest distance between two compared patches in rows and in columns, in patches.
-        neighbours: Number of most similar patches, over all frames together.
+        radius: Largest distance between two compared patches along rows and along columns, in
+            patches.
+        neighbours: Number of most similar patches that are used, over all frames together.
         temperature: The weight of a patch is exp(cosine similarity / temperature).
     """
 
@@ -44,16 +45,17 @@ class LabelPropagation:
     The features of the first frame and of the latest frames are stored as unit vectors.
 
     Args:
-        features: Features of the first frame.
-        labels: Labels of the patches of the first frame, one channel for each label.
-        window: Selection of the patches whose labels are propagated.
+        features: Patch features of the first frame.
+        labels: Labels of the patches of the first frame, with one channel for each label.
+        window: Settings that select and weight the patches whose labels are propagated.
 
     Source: eval_video_segmentation.py of https://github.com/facebookresearch/dino/tree/7c446df5.
     """
 
     def __init__(self, features: PatchFeatures, labels: PatchLabels, window: Window) -> None:
         self._window = window
-        # Windows are cut from rows, so the rows should be the longer side.
+        # Patches are compared within slices of rows. This saves most if there are more rows than
+        # columns.
         self._is_transposed = features.shape[1] > features.shape[0]
         first, labels = self._arrange(unit_vectors(features)), self._arrange(labels)
         shape, num_frames = labels.shape, 1 + window.latest_frames
@@ -64,9 +66,9 @@ class LabelPropagation:
         self._num_propagated = 0
 
     def propagate(self, features: PatchFeatures) -> PatchLabels:
-        """Compute the labels of the next frame from its features.
+        """Compute the patch labels of the next frame of the video from its patch features.
 
-        The labels and the features are stored, because later frames are compared with them.
+        Both are stored, because later frames are compared with them.
         """
         own = self._arrange(unit_vectors(features))
         count = 1 + min(self._num_propagated, self._window.latest_frames)
@@ -90,15 +92,15 @@ def propagate_labels(
 ) -> PatchLabels:
     """Compute the label of each patch from the labels of the most similar patches near it.
 
-    The label is the weighted mean of the labels of `window.neighbours` patches. Further
-    patches are included if they are as similar as the least similar of these. To save time and
-    memory, a few rows of patches are compared at a time, only with rows within `window.radius`.
+    The label is the weighted mean of the labels of the `window.neighbours` most similar patches. If
+    further patches are as similar as the last of these, they are included. To save time and memory,
+    a few rows of patches are compared at a time, only with rows within `window.radius`.
 
     Args:
         target: Unit vectors of the patches whose labels are computed.
-        sources: Unit vectors of the patches in other frames.
-        labels: Labels of the patches in other frames.
-        window: Selection of the patches whose labels are propagated.
+        sources: Unit vectors of the patches in earlier frames.
+        labels: Labels of the patches in earlier frames.
+        window: Settings that select and weight the patches whose labels are propagated.
     """
     rows, cols = target.shape[:2]
     step = max(1, _QUERIES // cols)
@@ -128,8 +130,14 @@ def _weighted_labels(
 ) -> Float[Tensor, "queries channels"]:
     """Return the weighted mean label of the patches that are most similar to each query patch.
 
-    A row of patches can contain one of the k largest values only if its maximum is among the k
-    largest maxima. Therefore, only such rows are sorted.
+    To find the k most similar patches quickly, only some rows of patches are sorted. A row can
+    contain one of the k largest similarities only if its maximum is among the k largest maxima.
+
+    Args:
+        similarity: Cosine similarities of each query patch with the patches of earlier frames.
+        labels: Labels of the patches of earlier frames.
+        excluded: Whether a patch is too far from a query patch to be compared with it.
+        window: Settings that select and weight the patches.
     """
     # Adding a matrix is ten times as fast as a masked assignment.
     similarity += torch.zeros_like(similarity[0]).masked_fill_(excluded, -torch.inf)
@@ -153,18 +161,21 @@ def _weighted_labels(
 def shrink_mask(
     mask: UInt8[np.ndarray, "height width"], grid: tuple[int, int]
 ) -> UInt8[np.ndarray, "rows cols"]:
-    """Reduce a mask to one label for each patch, which is the label of its central pixel."""
+    """Reduce a mask to one label for each patch, which is the label of the patch's central pixel.
+
+    `grid` contains the numbers of rows and columns of patches.
+    """
     return _resize_nearest(mask, grid)
 
 
 def labels_to_mask(
     labels: PatchLabels, patch_size: int, size: tuple[int, int]
 ) -> UInt8[np.ndarray, "height width"]:
-    """Convert labels of patches to a mask, whose pixels hold the index of the largest channel.
+    """Convert labels of patches to a mask, in which a pixel has the index of its largest channel.
 
-    Channels are interpolated bilinearly to the size of the encoder's input. Each channel that is
-    not constant is then scaled to [0, 1]. The map of indices is resized to `size`, the height and
-    width of the video.
+    Each label has its own channel. Channels are interpolated bilinearly to the size of the
+    encoder's input. Each channel that is not constant is then scaled to [0, 1]. The map of indices
+    is resized to `size`, the height and width of the video.
     """
     sides = [side * patch_size for side in labels.shape[:2]]
     channels = labels.permute(2, 0, 1)[None]

@@ -30,7 +30,8 @@ class Outline:
 
     Attributes:
         mask: Pixels of the object.
-        contour: Pixels that differ from their right, lower or lower right neighbour.
+        contour: Pixels whose value in the mask differs from that of their right, lower or lower
+            right neighbour.
         band: Pixels near the contour, at a distance of at most 0.8 % of the image diagonal,
             rounded up to whole pixels.
     """
@@ -88,7 +89,10 @@ class ObjectScores:
     contour: list[list[float]] = field(default_factory=list)
 
     def add_frame(self, predicted: Sequence[Outline], true: Sequence[Outline]) -> None:
-        """Score the predicted masks of all objects in a frame, and store the scores."""
+        """Score the predicted masks of all objects in a frame, and store the scores.
+
+        Both arguments contain the mask and the contour of each object.
+        """
         pairs = list(zip(predicted, true, strict=True))
         self.region.append([region_similarity(own.mask, other.mask) for own, other in pairs])
         self.contour.append([contour_accuracy(own, other) for own, other in pairs])
@@ -106,10 +110,11 @@ class ObjectScores:
 
 
 def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, " objects"]:
-    """Return the mean score of the first quarter of the frames minus that of the last quarter.
+    """Return how much the score of each object decreases from the first to the last frames.
 
-    Adjacent quarters share a frame. The code of DAVIS stores frame numbers in 8 bits, so its
-    quarters differ from these if there are more than 256 frames.
+    The decay is the mean score over the first quarter of the frames minus the mean score over the
+    last quarter. Adjacent quarters share a frame. The code of DAVIS stores frame numbers in 8 bits,
+    so its quarters differ from these if there are more than 256 frames.
     """
     ends = np.round(np.linspace(1, len(values), _QUARTERS + 1) + 1e-10).astype(int) - 1
     return values[: ends[1] + 1].mean(0) - values[ends[-2] :].mean(0)
@@ -118,14 +123,17 @@ def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, 
 def video_estimate(
     values: Sequence[Float64[np.ndarray, " _objects"]],
 ) -> tuple[Float64[np.ndarray, " videos"], Jackknife]:
-    """Estimate the mean of a metric over all objects of all videos.
+    """Estimate the mean of a metric over all objects of all videos, with its uncertainty.
+
+    `values` contains the scores of the objects of each video. Let m be the mean over all objects.
+    Videos with more objects have a larger influence on m. To estimate the uncertainty of m, each
+    video gets one value, m + n / mean(n) * (own - m). Here, n is the number of its objects, and own
+    is the mean over its objects. The mean of these values is m, and their spread gives the
+    confidence interval of m (linearised ratio estimator).
 
     Returns:
-        One value for each video, and the estimate with its uncertainty. The value of a video with n
-        objects is mean + n / mean(n) * (own - mean). Here, own is the mean over its objects, and
-        mean is the mean over the objects of all videos. The mean of these values is also this mean.
-        Their spread gives its interval (linearised ratio estimator). If each video has one object,
-        its value is the score of this object.
+        The value of each video, and the estimate of m with its uncertainty. If each video has one
+        object, the value of a video is the score of this object.
     """
     counts = np.array([len(own) for own in values])
     mean = float(np.concatenate(values).mean())
@@ -135,10 +143,10 @@ def video_estimate(
 
 
 def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
-    """Return the symmetric 95 % confidence interval of an estimate, not clipped to 0 to 100 %.
+    """Return the 95 % confidence interval of an estimate, without clipping it to 0 to 100 %.
 
-    Decays and ratios of areas need such an interval. Return None if the margin is unknown, for
-    example with a single video.
+    Decays and ratios of areas need such an interval, because they are no percentages from 0 to 100.
+    Return None if the margin is unknown, for example with a single video.
     """
     margin = estimate.margin
     return None if math.isnan(margin) else (estimate.value - margin, estimate.value + margin)
@@ -147,8 +155,9 @@ def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
 def outline_objects(
     numbers: UInt8[np.ndarray, "height width"], objects: UInt8[np.ndarray, " objects"]
 ) -> list[Outline]:
-    """Return the mask and contour of each object in `objects`.
+    """Return the mask and the contour of each object in `objects`.
 
-    For each object, all pixels with other numbers are background.
+    `numbers` contains the number of the object at each pixel. For each object, all pixels with
+    other numbers are background.
     """
     return [Outline.from_mask(numbers == number) for number in objects]
