@@ -15,12 +15,14 @@ class EarlierRun(NamedTuple):
     """One evaluation of a job's probe on some of the job's images.
 
     Attributes:
+        ids: Ids of the scored images.
         num_images: Number of scored images and training images.
         seconds: Wall-clock time.
         device: Device as in `Record.device`.
         created: Time at which it ended, in UTC and ISO 8601.
     """
 
+    ids: frozenset[str]
     num_images: int
     seconds: float
     device: str
@@ -42,18 +44,26 @@ def estimate_seconds(jobs: Sequence[Job], store: ResultStore) -> list[float | No
         Seconds for each job. A job without pending results takes 0 s. If there are no earlier
         results, the value is None.
     """
-    pending = [job for job in jobs if job.pending]
-    records = _load_records(pending, store)
-    estimates: list[float | None] = []
-    for job in jobs:
-        runs = _find_earlier_runs(job, records, store) if job.pending else []
-        last = max(runs, key=lambda run: run.created, default=None)
-        if last is None:
-            estimates.append(None if job.pending else 0.0)
-            continue
-        seconds = {run.num_images: run.seconds for run in runs if run.device == last.device}
-        estimates.append(extrapolate(seconds, job.num_images))
-    return estimates
+    records = _load_records([job for job in jobs if job.pending], store)
+    return [
+        _estimate_from_runs(job, _find_earlier_runs(job, records, store)) if job.pending else 0.0
+        for job in jobs
+    ]
+
+
+def _estimate_from_runs(job: Job, runs: Sequence[EarlierRun]) -> float | None:
+    """Estimate the seconds of a job from earlier runs, which are ordered by time.
+
+    Images whose results were copied from an earlier run, or will be copied, take no time.
+    """
+    seconds, copied = dict[int, float](), frozenset[str]()
+    for run in runs:
+        num_images = run.num_images - len(run.ids & copied)
+        if run.device == runs[-1].device and num_images:
+            seconds[num_images] = run.seconds
+        if job.planned.probe.reuses_results:
+            copied |= run.ids
+    return extrapolate(seconds, job.num_images - len(copied)) if seconds else None
 
 
 def extrapolate(seconds: Mapping[int, float], num_images: int) -> float:
@@ -100,16 +110,15 @@ def _find_earlier_runs(job: Job, records: Sequence[Record], store: ResultStore) 
             by_images.setdefault(record.dataset_fingerprint, []).append(record)
     runs = []
     for fingerprint, same_images in by_images.items():
-        scored = store.image_ids(fingerprint)
+        scored = frozenset(store.image_ids(fingerprint) or ())
         layers = {record.layer for record in same_images}
-        if scored is not None and ids.issuperset(scored) and layers.issuperset(job.layers):
+        if scored and ids.issuperset(scored) and layers.issuperset(job.layers):
             slowest = max(same_images, key=lambda record: record.seconds)
-            num_images = store.count_images(slowest)
-            if num_images:
-                runs.append(
-                    EarlierRun(num_images, slowest.seconds, slowest.device, slowest.created)
-                )
-    return runs
+            num_images = store.count_images(slowest) or 0
+            runs.append(
+                EarlierRun(scored, num_images, slowest.seconds, slowest.device, slowest.created)
+            )
+    return sorted(runs, key=lambda run: run.created)
 
 
 def _identify_probe(key: ResultKey, job: Job) -> tuple[object, ...]:

@@ -243,6 +243,8 @@ class Probe:
             `Score.per_image`.
         shares_features: Whether this probe resizes and encodes images in the same way as other
             probes of its role. If so, one command encodes each image only once for all of them.
+        reuses_results: Whether this probe copies results of single images from earlier runs on
+            other image sets in the same results folder.
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores have
             no `per_image`.
         further_protocols: Secondary protocols (presets), which `--task all` runs in addition.
@@ -263,6 +265,7 @@ class Probe:
     image_size: Any = None
     keeps_images: ClassVar[bool] = False
     shares_features: ClassVar[bool] = False
+    reuses_results: ClassVar[bool] = False
     metrics_of_sets: ClassVar[Collection[str]] = ()
     further_protocols: ClassVar[Sequence[str]] = ()
     takes_long: ClassVar[bool] = False

@@ -106,6 +106,7 @@ class TokenCut(Cut, Probe):
     known_facets = ("key", "query", "value", "token", "token_normed", *INNER_FACETS)
     further_protocols = ("adaptive",)
     keeps_images = True
+    reuses_results = True
     # `truth` is excluded, because each of its values has other metrics.
     excluded_from_identity = ("protocol", "facet", "panels", "truth")
 

@@ -9,7 +9,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.estimates import extrapolate
 from ssl_bench.results import ResultStore
-from tests.support.faults import class_folders, encoder_file
+from tests.support.faults import class_folders, encoder_file, photo_folder
 
 DATA = ["--dataset", "class_folders", "--data-root", "photos", "--checkpoint", "tiny.safetensors"]
 KNN = ["--task", "knn", *DATA, "probe.neighbours=[1]"]
@@ -100,6 +100,22 @@ def test_finished_jobs_take_no_time_and_unknown_times_are_named(capsys):
     assert "about 10 min without the jobs of unknown time" in lines[-1]
     assert main(["probe", *KNN]) == 0
     assert plan(capsys, *tasks)[0] == [0.0, None]
+
+
+def test_images_whose_results_are_copied_take_no_time(capsys):
+    photo_folder(Path("images"), 8)
+    words = ["--task", "tokencut", "--dataset", "folder", "--data-root", "images", *DATA[4:]]
+    store, known = ResultStore(Path("results")), set[str]()
+    for limit, seconds in ((2, 10.0), (5, 30.0)):
+        assert main(["probe", *words, "--limit", str(limit)]) == 0
+        for record in store.records():
+            if record.digest not in known:
+                created = f"2026-01-0{limit}T12:00:00+00:00"
+                store.save(replace(record, seconds=seconds, created=created))
+                known.add(record.digest)
+
+    # The second run searched three new images in 30 s, so the remaining three take 30 s as well.
+    assert plan(capsys, *words)[0] == [pytest.approx(30)]
 
 
 def test_time_that_does_not_grow_is_not_extrapolated():
