@@ -124,6 +124,11 @@ def test_every_command_has_a_help_and_a_debug_flag():
         text = command.format_help()
         assert "{}" not in text
         assert ("KEY=VALUE (e.g. " in text) == (name in ("probe", "sweep", "pretrain"))
+        for action in command._actions:
+            if action.default is not None and (
+                stated := re.findall(r"default: (\S+?)\)", action.help or "")
+            ):
+                assert stated == [str(action.default)], action.option_strings
     assert "probe.tau=0.3 or probe.neighbours=[10,20]" in commands["sweep"].format_help()
 
 

@@ -737,7 +737,10 @@ class Further(Scaled):
 
 def own():
     torch.manual_seed(3)
-    return Further()
+    module = Further()
+    norm = module.ln_f.forward
+    module.ln_f.forward = lambda tokens: norm(tokens) * 37
+    return module
 """
 HELPER = """
 VALUE = 4
@@ -763,7 +766,7 @@ CHANGES = {
         ("tokens / 2", "tokens / 3"), ("VALUE = 4", "VALUE = 5"), ("* 7", "* 8"), ("* 11", "* 12"),
         ("slope=13.0", "slope=14.0"), ("by=2.5", "by=2.25"), ("ones(2", "zeros(2"),
         ("Own, 17", "Own, 18"), ("return 19.0", "return 20.0"), ("* 23", "* 24"),
-        ("more = 29", "more = 30"), ("_root = 31", "_root = 32"),
+        ("more = 29", "more = 30"), ("_root = 31", "_root = 32"), ("* 37", "* 38"),
     ],
 }  # fmt: skip
 """Replacements in SCALED or HELPER, in code that the module does not use or uses."""

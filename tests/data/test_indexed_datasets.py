@@ -586,6 +586,19 @@ def test_rows_are_skipped_limited_and_split_as_files_are(encoder, tmp_path, caps
     assert main(["data", "check", f"hf:{folder}", *words[-2:]]) == 3
 
 
+def test_a_part_of_a_split_takes_the_first_rows_of_each_class(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = table_of({"label": datasets.ClassLabel(names=list(CLASSES))}, 36, label=lambda n: n % 3)
+    table.to_parquet(tmp_path / "train.parquet")
+
+    dataset = hugging_face.HuggingFace(
+        root=str(tmp_path), train_split="train:0-50%", val_split="train:50-100%"
+    )
+
+    assert list(map(int, dataset.train().ids)) == list(range(18))
+    assert list(map(int, dataset.val().ids)) == list(range(18, 36))
+
+
 @pytest.mark.parametrize(
     ("answer", "is_cached", "error"),
     [

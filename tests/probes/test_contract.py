@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from probes.features.training_images import TrainingSplit
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import build, has_key
@@ -133,6 +134,24 @@ def package_names(kinds: Iterable[type]) -> set[str]:
 
 def run(task: str, out: str, *more: str) -> int:
     return main(["probe", *reduced_plan(task)[2], "--out", out, *more])
+
+
+@pytest.mark.parametrize(
+    "task",
+    [task for task in TASKS if has_key(probing_config(task, "toy", ()), "probe.train_images")],
+)
+def test_the_seed_selects_the_training_images(task, tmp_path, monkeypatch):
+    seeds, draw = set(), TrainingSplit.draw
+
+    def remember(*arguments: Any, seed: int, **options: Any) -> TrainingSplit:
+        seeds.add(seed)
+        return draw(*arguments, seed=seed, **options)
+
+    monkeypatch.setattr(TrainingSplit, "draw", remember)
+
+    assert run(task, str(tmp_path), "--layer", "0", "probe.train_images=4", "seed=7") == 0
+
+    assert seeds == {7}
 
 
 @cache

@@ -81,6 +81,18 @@ def test_larger_alphas_score_higher_and_figure_names_state_the_warp(photographs,
     assert all("warp=flip" in name and name.endswith(".png.png") for name in drawn)
 
 
+def test_sharp_soft_predictions_are_the_best_patches(photographs, tmp_path):
+    # At a low temperature without a narrow window, only the most similar patch counts.
+    soft = {"prediction": "soft", "sigma": 1000.0, "temperature": 1e-3}
+    sharp, best = (
+        run(photographs, ResultStore(tmp_path / name), warp="flip", **options)
+        for name, options in (("sharp", soft), ("best", {}))
+    )
+
+    assert [record.value for record in sharp] == [record.value for record in best]
+    assert max(record.value for record in sharp) > 20
+
+
 def test_image_scores_do_not_depend_on_other_images(photographs, tmp_path):
     whole, alone = ResultStore(tmp_path / "one"), ResultStore(tmp_path / "other")
     first = run(photographs, whole)
