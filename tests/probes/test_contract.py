@@ -138,7 +138,11 @@ def run(task: str, out: str, *more: str) -> int:
 
 @pytest.mark.parametrize(
     "task",
-    [task for task in TASKS if has_key(probing_config(task, "toy", ()), "probe.train_images")],
+    [
+        task
+        for task in choices("probe")
+        if has_key(probing_config(task, "toy", ()), "probe.train_images")
+    ],
 )
 def test_the_seed_selects_the_training_images(task, tmp_path, monkeypatch):
     seeds, draw = set(), TrainingSplit.draw
