@@ -283,7 +283,7 @@ class FrameFolders(Layout):
 def list_frames(
     videos: Iterable[str], images: Files, max_frames: int | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of the frames of each video, without suffix, by the name of the video.
+    """Return a dictionary with the names of the frames of each video, without suffix.
 
     Args:
         videos: Folder name of each video.

@@ -168,7 +168,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_description(config: Mapping[str, Any], path: Path) -> Description:
-    """Read the properties of an encoder from config.json that its tensor shapes do not determine.
+    """Read the encoder properties from config.json that the shapes of tensors do not show.
 
     An example is the number of attention heads.
 
