@@ -390,7 +390,7 @@ def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
     """Return the name under which results on a published dataset are stored.
 
     It is `name` if all splits have their published numbers of images. Otherwise, the number of
-    different ids is appended, as in "voc2012-62", so that tables never mix results on a part of the
+    different ids is appended, as in "voc2012-62". Tables then never mix results on a part of the
     dataset with results on the whole dataset.
 
     Args:

@@ -239,7 +239,7 @@ def file_hashes(images: ImageSet) -> UInt64[np.ndarray, " images"]:
 def sample_hashes(images: ImageSet) -> list[str]:
     """Return a text for each image that changes if the image, its mask or its boxes change.
 
-    It is a hash of their content if the image set has such hashes. Otherwise, or with
+    The text is a hash of their content if the image set can compute it. Otherwise, or with
     data.fingerprint=stat, it consists of the fingerprint (hash) of the whole set and the image id.
     """
     fingerprint = images.fingerprint()

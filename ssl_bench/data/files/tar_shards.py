@@ -246,7 +246,9 @@ def _list_images(
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             if member.size < 0:
-                raise DataError(f"{shard} is damaged: {member.name} has a negative size")
+                raise DataError(
+                    f"{shard} is damaged: {member.name} has a negative size. Copy it again"
+                )
             match = _MEMBER.fullmatch(member.name)
             if match is None or member.isdir():
                 continue
@@ -263,7 +265,8 @@ def _list_images(
                 raise DataError(f"{shard} has {member.name} twice. Remove one of them")
             if key in images and extension != ".cls":
                 raise DataError(
-                    f"{shard} has two images of one sample, {images[key][0]} and {member.name}"
+                    f"{shard} has two images of one sample, {images[key][0]} and {member.name}. "
+                    "Remove one of them"
                 )
             if extension == ".cls":
                 file.seek(member.offset_data)

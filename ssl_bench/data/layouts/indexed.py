@@ -389,7 +389,7 @@ class IndexedDataset(Layout):
         """Return the images for object discovery.
 
         Images with boxes are preferred, followed by images without labels and masks. If there are
-        neither, the annotations of the images for the use "images" are left out.
+        neither, the images for the use "images" are returned without labels and masks.
         """
         parts = [part for role in ("images", "val", "train") if (part := self.select_items(role))]
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]

@@ -384,7 +384,7 @@ class GeneratedDataset(Layout):
         return path
 
     def _paint_scenes(self) -> Iterator[tuple[str, int, Scene]]:
-        """Yield (split, number, scene) for each scene. The split is "train" or "val"."""
+        """Yield (split, number, scene) for each generated image. The split is "train" or "val"."""
         for split, count in (("train", self.num_train), ("val", self.num_val)):
             painter = Painter(split, self.seed)
             for index in range(count):

@@ -44,9 +44,9 @@ class WebDataset(ClassificationSplits):
         root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. If a task
             needs training and validation images, it must be a folder.
         train_split: Folder or pattern of the training images below `root`. By default, it is the
-            folder `train`, or all tar files whose names contain a word that begins with `train`.
+            folder `train`, or all tar files with a word in their names that begins with `train`.
         val_split: Folder or pattern of the scored images below `root`. By default, it is the folder
-            `val`, or all tar files whose names contain a word that begins with `val`. If there are
+            `val`, or all tar files with a word in their names that begins with `val`. If there are
             none, `test` is used instead of `val`.
     """
 

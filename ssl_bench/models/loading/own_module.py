@@ -288,7 +288,9 @@ def _find_norm(
 ) -> str | None:
     if norm is not None:
         if norm not in parts:
-            raise CheckpointError(f"{label} has no module {norm!r} for its final norm")
+            raise CheckpointError(
+                f"{label} has no module {norm!r}. Pass the name of its final norm"
+            )
         return norm
     parent = blocks.rpartition(".")[0]
     paths = [f"{place}{'.' if place else ''}{name}" for place in (parent, "") for name in _NORMS]
