@@ -129,9 +129,9 @@ def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
         overrides: KEY=VALUE texts, such as ["corrupt=clean,snow:1-2", "probe.tau=0.3"].
 
     Returns:
-        Two lists. The first contains the settings for each requested corruption, and the second all
-        other settings. In this example, they are [[], ["corrupt=snow:1"], ["corrupt=snow:2"]] and
-        ["probe.tau=0.3"]. The empty list stands for clean images.
+        Two lists. The first contains a list of settings for each requested corruption, which is
+        empty for clean images. The second contains all other settings. For the example, they are
+        [[], ["corrupt=snow:1"], ["corrupt=snow:2"]] and ["probe.tau=0.3"].
 
     Raises:
         ConfigurationError: A corruption or severity does not exist, or the key is given twice.
@@ -248,9 +248,9 @@ def find_corruption(images: ImageSet) -> Corruption | None:
 def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
     """Return the corruption of an image set as a dictionary, or None for clean images.
 
-    The dictionary is stored with results. It contains the "name" and "severity" of the corruption.
-    "dataset" and "fingerprint" are the name and a hash of the clean images. Computing the hash
-    reads the image files.
+    The dictionary is stored with results. It contains the "name" and "severity" of the corruption,
+    and the name ("dataset") and hash ("fingerprint") of the clean image set. To compute the hash,
+    the image files are read.
     """
     corruption, clean = _separate_corruption(images)
     if corruption is None:

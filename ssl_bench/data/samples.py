@@ -58,8 +58,8 @@ class Search:
 
     Attributes:
         matches: Ids of the images that show the same object or place.
-        hard_matches: Ids of further images that show it, but are difficult to find. No image is
-            both here and in `matches`.
+        hard_matches: Ids of further images that show the same object or place, but are difficult to
+            find. No image is both here and in `matches`.
         ignored: Ids of images that count as neither right nor wrong. They are removed from the
             ranking of this search.
         bystanders: Ids of images that are removed from the rankings of all searches, such as the
@@ -159,8 +159,8 @@ class ImageSet(Protocol):
 class Dataset(Protocol):
     """A dataset, whose methods return its image sets.
 
-    A method raises `DataError` if the dataset has no such images. For example, a dataset that only
-    supports "discovery" has no training images.
+    If the dataset has no images for a method, the method raises `DataError`. For example, a dataset
+    that only supports "discovery" has no training images.
     """
 
     @property
@@ -390,7 +390,7 @@ def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
     """Return the name under which results on a published dataset are stored.
 
     It is `name` if all splits have their published numbers of images. Otherwise, the number of
-    different ids is appended, as in "voc2012-62". Thus, tables never mix results on a part of the
+    different ids is appended, as in "voc2012-62". Tables then never mix results on a part of the
     dataset with results on the whole dataset.
 
     Args:

@@ -37,9 +37,9 @@ def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
     """Copy images to another folder, and shrink images whose shorter side exceeds `side`.
 
     A copy has the name and the modification time of the original image. The EXIF orientation is
-    applied to shrunk copies. Images that are small enough and images in a format that Pillow does
-    not write are copied unchanged. An existing copy with the modification time of the original is
-    not written again.
+    applied to shrunk copies. Small images, and images in a format that Pillow does not write, are
+    copied unchanged. An existing copy with the modification time of the original is not written
+    again.
 
     Args:
         images: All images of a folder.

@@ -25,7 +25,7 @@ _COCO_LICENCE = f"annotations: CC BY 4.0; {_FLICKR}"
 
 @dataclass(frozen=True)
 class Download:
-    """A file to download, and its place in the folder of a dataset.
+    """A file to download, and where to store it in the folder of a dataset.
 
     Attributes:
         name: Name of the file.

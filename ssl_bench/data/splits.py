@@ -173,11 +173,10 @@ def read_list(path: Path) -> list[str]:
 def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
     """Return the image id to which each line of a list refers.
 
-    A line begins with an id such as "pet0", a file name or a path. Further columns may follow: any
-    text after a file name, but only numbers or paths after an id. For example, the line "pet0 (2)"
-    does not refer to the id "pet0", because "(2)" is not a number. Names may contain blanks and
-    dots, so the longest name with an existing file is used. The list and the folder may use
-    different Unicode forms of a name.
+    A line begins with an id such as "pet0", a file name or a path, and may have further columns.
+    After an id, these columns must be numbers or paths. For example, "pet0 (2)" does not refer to
+    the id "pet0". Names may contain blanks and dots, so the longest name with an existing file is
+    used. The list and the folder may use different Unicode forms of a name.
 
     Args:
         lines: The lines of a list.
@@ -190,7 +189,7 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
     @cache
     def list_names(folder: str) -> dict[str, str]:
-        """Return the names in a folder, by name and by the Unicode NFC form of the name."""
+        """Return the actual file name for each file name and its Unicode NFC form."""
         names: list[str] = []
         with suppress(OSError), os.scandir(files.folder / folder) as entries:
             names = [entry.name for entry in entries]
@@ -242,7 +241,7 @@ def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
 
 
 def _drop_columns(line: str, suffix: str) -> Iterator[str]:
-    """Yield the names with which a line of a list may begin, the longest first.
+    """Yield the possible names at the start of a line of a list, the longest first.
 
     They are the line itself, and the line without one or more of its last columns. For example, the
     line "pet0 1 2" yields "pet0 1 2", "pet0 1" and "pet0". Columns are only removed if they are
@@ -273,7 +272,7 @@ def shared_values(config: Any) -> dict[str, Any]:
 
 
 def apply_shared_values(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
-    """Return a dataset to which the config keys that all datasets share are applied.
+    """Apply the config keys that all datasets share, and return the resulting dataset.
 
     The keys set how files are read, limit the number of images, and corrupt images.
 
@@ -380,8 +379,8 @@ def _limited_name(name: str, limit: int, first: bool) -> str:
 def sample_ids(ids: Sequence[str], count: int) -> tuple[str, ...]:
     """Select `count` pseudo-random ids, and return them in their original order.
 
-    The ids with the smallest SHA-256 are selected. Thus, most of the selected ids stay the same if
-    ids are added or removed.
+    The ids with the smallest SHA-256 are selected, so most of them stay the same if ids are added
+    or removed.
     """
     by_digest = sorted(ids, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
     selected = set(by_digest[:count])
@@ -389,6 +388,6 @@ def sample_ids(ids: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def sample_indices(ids: Sequence[str], count: int) -> list[int]:
-    """Return the indices of `count` pseudo-random ids, which `sample_ids` selects."""
+    """Return the indices of the `count` pseudo-random ids that `sample_ids` would return."""
     selected = set(sample_ids(ids, count))
     return [index for index, image_id in enumerate(ids) if image_id in selected]

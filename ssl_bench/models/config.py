@@ -64,7 +64,7 @@ def registered_names(group: str) -> list[str]:
 
     Args:
         group: "model" (encoders such as "vit"), "attention" (attention modules such as "softmax")
-            or "graying" (token graying, see `ssl_bench.models.graying`).
+            or "graying" (modules that increase small singular values of the token matrix).
     """
     return [*_BUILT_IN[group], *entry_points(group)]
 

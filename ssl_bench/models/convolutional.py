@@ -147,8 +147,8 @@ class ConvMixer(_ConvEncoder):
     """ConvMixer encoder. Create it with `build_encoder`, which draws its weights.
 
     Source: Trockman and Kolter, "Patches are all you need?", https://arxiv.org/abs/2201.09792,
-    equations 2.1-2.3 of Trockman's thesis (2025). The variant with `skip=False` is called "-
-    Residual in Eq. 2.2" in table 2.3 of the thesis.
+    equations 2.1-2.3 of Trockman's thesis (2025). With `skip=False`, it is the model that table 2.3
+    of the thesis calls "- Residual in Eq. 2.2".
     """
 
     config: ConvMixerConfig

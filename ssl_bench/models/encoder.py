@@ -35,8 +35,8 @@ class Contents:
     Attributes:
         layout: Name of the layout, that is, of the naming scheme of the tensors.
         source: Library or repository that defines the layout.
-        ignored: Names of tensors, or of dictionaries of tensors, that were not loaded. The value is
-            the reason.
+        ignored: Reason for each tensor, or dictionary of tensors, that was not loaded. The key is
+            its name in the file.
         note: Message about the assumptions that the loader made, and about its changes to the
             weights.
         file: Path of the file. None if the weights were not read from a file.

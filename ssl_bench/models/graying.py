@@ -84,10 +84,9 @@ def gray_by_svd(x: Tokens, exponent: float) -> Tokens:
     """Return U diag(s_max (s / s_max)^exponent) V^T for x = U diag(s) V^T.
 
     The largest singular value does not change, and the condition number is raised to the power
-    `exponent`. The cost is cubic in the shorter side of the matrix. The gradients are finite for
-    repeated singular values and for singular matrices, which is not the case for
-    `torch.linalg.svd`. Second derivatives are not supported. On CUDA, the CPU waits for the
-    decomposition.
+    `exponent`. The cost is cubic in the shorter side of the matrix. Unlike those of
+    `torch.linalg.svd`, the gradients are finite for repeated singular values and for singular
+    matrices. Second derivatives are not supported. On CUDA, the CPU waits for the decomposition.
     """
     # The decomposition would raise an error for non-finite values. Return NaN for such images
     # instead.

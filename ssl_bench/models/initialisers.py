@@ -195,8 +195,9 @@ class OsaInit(DefaultInit):
 
     For a head of width d_v, [W_Q, W_K] is uniform among all dim x 2 d_v matrices with orthonormal
     columns. W_V and W_O^T are uniform among all dim x d_v matrices with orthonormal columns. The
-    weights of the MLP are drawn as in `SkiplessInit`. With the small initial alpha of
-    `ssl_bench.models.OrthogonalAttention`, the attention matrix starts close to the identity.
+    weights of the MLP are uniform orthogonal matrices times max(sqrt(outputs / inputs), 1). With
+    the small initial alpha of `ssl_bench.models.OrthogonalAttention`, the attention matrix starts
+    close to the identity.
 
     Source: Zhang and Martens, "Orthogonal Self-Attention", section 4. Section 4.3 proposes the
     small alpha.
@@ -553,10 +554,9 @@ def fill_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
     """Initialise the blocks of a ViT in place for training without skip connections.
 
-    The weights are drawn as in Ji et al., "Cutting the Skip" (see `SkiplessInit`). A timm model
-    that is configured with `model.init=skipless` gets the same weights for the same seed. All
-    biases of the blocks are set to zero. Other parameters and the global random number generator
-    are not changed.
+    The weights are drawn as in Ji et al., "Cutting the Skip". A timm model that is configured with
+    `model.init=skipless` gets the same weights for the same seed. All biases of the blocks are set
+    to 0. Other parameters and the global random number generator are not changed.
 
     Args:
         model: A ViT from timm or from this suite. Each of its `blocks` has `attn.qkv`, `attn.proj`,
@@ -568,7 +568,7 @@ def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
         The same model.
 
     Raises:
-        ConfigurationError: The model lacks one of these modules, or an option is not allowed.
+        ConfigurationError: The model has no such blocks, or an option is not allowed.
     """
     return _draw_blocks(model, "skipless", seed, options)
 
@@ -576,8 +576,8 @@ def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
 def mimetic_(model: Model, *, seed: int = 0, **options: Any) -> Model:
     """Initialise the blocks of a ViT in place so that they resemble trained blocks.
 
-    The weights are drawn as in Trockman, "Mimetic initialization" (see `MimeticInit`). All biases
-    of the blocks are set to 0.
+    The weights are drawn as in Trockman, "Mimetic initialization". All biases of the blocks are set
+    to 0.
 
     Args:
         model: A ViT from timm or from this suite. Each of its `blocks` has `attn.qkv`, `attn.proj`,
@@ -589,7 +589,7 @@ def mimetic_(model: Model, *, seed: int = 0, **options: Any) -> Model:
         The same model.
 
     Raises:
-        ConfigurationError: The model lacks one of these modules, or an option is not allowed.
+        ConfigurationError: The model has no such blocks, or an option is not allowed.
     """
     return _draw_blocks(model, "mimetic", seed, options)
 

@@ -83,7 +83,7 @@ PerHead = Float[Tensor, "batch tokens heads"]
 class StateSpaceConfig(EncoderConfig):
     """Architecture and initialisation of a Mamba that predicts the next token of a sequence.
 
-    The docstring of this module describes the state space model and mimetic initialisation.
+    Mimetic initialisation changes the initial weights so that a layer resembles linear attention.
 
     Attributes:
         version: Version of Mamba. "mamba1" has a step size for each channel, and a decay for each
@@ -199,7 +199,7 @@ class Mamba1Mixer(nn.Module):
     def step_weight(self) -> Tensor:
         """Return the second matrix of the low-rank map from a token to its step sizes.
 
-        Its shape is channels x `self.rank`.
+        Its shape is channels x rank.
         """
         return self.step.weight
 

@@ -36,7 +36,7 @@ class _Stage:
     """The blocks of one stage of a timm model, and the form of their outputs.
 
     Attributes:
-        blocks: Names of the blocks. If the stage cannot be divided, the only entry is its own name.
+        blocks: Names of the blocks, or only the name of the stage if it cannot be divided.
         width: Number of channels of each output.
         stride: Distance between neighbouring patches in pixels.
         num_prefix_tokens: Number of tokens before the patch tokens, such as [CLS]. None if the
@@ -265,9 +265,8 @@ def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple
 def _remove_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
     """Return the stages of a timm model without its stem, the layers before the first block.
 
-    All stages before the first stage that is divided into blocks belong to the stem. The exception
-    is a stage of the same class as these blocks, which is kept. If no stage is divided, all stages
-    are kept.
+    All stages before the first stage that is divided into blocks belong to the stem, except stages
+    of the same class as these blocks. If no stage is divided, all stages are kept.
 
     Args:
         model: The timm model.

@@ -89,7 +89,7 @@ class TimmConfig(EncoderConfig):
             same probability in all blocks. In other models, it increases linearly from 0 in the
             first block to this value in the last block.
         graying: Token graying before each block with attention, which increases small singular
-            values of the token matrix. See `ssl_bench.models.graying`.
+            values of the token matrix.
         graying_exponent: Exponent of the graying in (0, 1]. A smaller exponent increases small
             singular values more. 1 changes nothing.
         graying_layers: Indices of the blocks with graying, numbered from 0 across all stages. None

@@ -126,7 +126,8 @@ class Block(nn.Module):
     in the same way.
 
     Args:
-        config: Configuration of the encoder. Its `graying_layers` and `drop_path` are ignored.
+        config: Configuration of the encoder. The fields `graying_layers` and `drop_path` have no
+            effect on a single block.
         drop_path: Probability of dropping the output of a sub-block (attention or MLP) for a sample
             in training.
     """
@@ -165,8 +166,8 @@ class VisionTransformer(EncoderModule):
 
     Attributes:
         position_margin: Number that is added to the new grid size when the position embedding is
-            resized (see `resize_positions`). The default is DINO's 0.1. Checkpoints of other
-            libraries may need a different margin.
+            resized. The default is DINO's 0.1. Checkpoints of other libraries may need a different
+            margin.
     """
 
     config: ViTConfig

@@ -220,8 +220,8 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 class RoundedProducts(TorchFunctionMode):
     """Emulation of bfloat16 products: round the factors, multiply in float32, round the product.
 
-    It has no effect where autocast is off. Gradients are rounded at the same places as with
-    `torch.autocast`, because the backward pass of a cast is also a cast.
+    It has no effect where autocast is off. Gradients are rounded as with `torch.autocast`, because
+    the backward pass of a cast is also a cast.
     """
 
     def __torch_function__(

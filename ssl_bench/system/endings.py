@@ -48,8 +48,8 @@ def handle_signals(
     """Use `handler` for the named signals in this context, then restore the previous handlers.
 
     Outside of the main thread, this function has no effect, because Python does not allow handlers
-    there. A SIGHUP that is already ignored stays ignored, as `nohup` expects. Any other SIGHUP may
-    report a closed terminal. Output to this terminal is then redirected to /dev/null before
+    there. A SIGHUP that is already ignored stays ignored, as `nohup` expects. If another SIGHUP
+    arrives because the terminal was closed, output to it is redirected to /dev/null before
     `handler` is called.
 
     Args:
@@ -191,8 +191,8 @@ class Outcome:
         seconds: Duration of the part.
         exit_code: Exit code of the part, as if it were a separate command. It is 0 on success.
         error: Error message in one line. It is empty on success.
-        ran_out_of_memory: Whether a job that `sweep` ran in its own process ran out of memory, so
-            that it can be retried. It is always False for parts that `run_and_catch` ran.
+        ran_out_of_memory: Whether memory ran out in a job of `sweep` that has its own process. Such
+            a job can be retried. It is False for all other parts.
     """
 
     seconds: float

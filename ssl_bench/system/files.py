@@ -118,7 +118,7 @@ def require_writable(folder: Path) -> None:
 def remove_orphans_below(folder: Path) -> None:
     """Delete temporary files that killed processes left in a folder or its subfolders.
 
-    Links are not followed. Files of running processes are kept, as in `remove_orphans`.
+    Links are not followed. Files of running processes are kept.
     """
     if not folder.is_symlink():
         for place, _, _ in os.walk(folder):
@@ -130,8 +130,8 @@ def remove_orphans(folder: Path, *, idle_seconds: float = _ORPHAN_SECONDS) -> No
 
     A locked file is kept, because the lock shows that its process is still running. On some network
     file systems, other hosts cannot see the lock. An unlocked file is therefore only deleted if it
-    has not changed for `idle_seconds`. If the file system does not support locks, it must not have
-    changed for a day.
+    has not changed for `idle_seconds`. If the file system does not support locks, a file is only
+    deleted if it has not changed for a day.
     """
     with suppress(OSError):
         for path in folder.iterdir():
@@ -302,7 +302,9 @@ def read_untrusted(
 ) -> bytes:
     """Return the content of a regular file below the folder `root`, without following links.
 
-    The arguments and errors are the same as for `open_untrusted`.
+    The file may have at most `max_bytes`. Pass the same set `checked_folders` when you read many
+    files, so that each folder is only checked once. OSError is raised if the file is missing or
+    refused.
     """
     with open_untrusted(root, path, max_bytes, checked_folders=checked_folders) as file:
         return file.read()
@@ -565,14 +567,15 @@ def figures_folder_name(encoder_folder: str, fingerprint: str) -> str:
     If an image changes, the name changes too, so that old and new figures are never mixed.
 
     Args:
-        encoder_folder: Result of the function `encoder_folder` for the encoder.
+        encoder_folder: Beginning of the name, which consists of the model name and digits of the
+            encoder's id.
         fingerprint: Hash of the images and their annotations.
     """
     return f"{encoder_folder}-{short_fingerprint(fingerprint)}"
 
 
 def encoder_folder(model: str, encoder_id: str) -> str:
-    """Return the text with which the names of all figure folders of an encoder begin.
+    """Return the beginning of the names of all folders with figures of an encoder.
 
     It consists of the model name and the first eight digits of the encoder's id.
     """
@@ -580,7 +583,7 @@ def encoder_folder(model: str, encoder_id: str) -> str:
 
 
 def encoder_folder_prefix(model: str) -> str:
-    """Return the part of an `encoder_folder` name that comes from the model name."""
+    """Convert the name of a model to a text that can be part of the name of a folder."""
     return file_name(model, added=2 * (1 + _SHORT_DIGITS))
 
 

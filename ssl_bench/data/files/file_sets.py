@@ -33,7 +33,7 @@ _UPRIGHT = hashlib.sha256(b"1").hexdigest()
 
 @dataclass(frozen=True)
 class Files:
-    """Files in a folder, whose names consist of an image id and a suffix.
+    """Files in one folder. The name of each file consists of an image id and a suffix.
 
     Attributes:
         folder: Folder of the files. An id such as "cat/07" belongs to a file in the subfolder
@@ -51,7 +51,7 @@ class Files:
         return self.folder / f"{image_id}{self.suffix}"
 
     def ids(self) -> list[str]:
-        """Return the sorted ids of all files directly in the folder, except hidden files."""
+        """Return the sorted image ids of all files directly in the folder, except hidden files."""
         return sorted(
             path.name.removesuffix(self.suffix)
             for path in self.folder.iterdir()
@@ -96,7 +96,7 @@ class LabelMap:
     Attributes:
         classes: Class of each allowed number from 0 to 255. The class is 255 (`IGNORED`) for pixels
             that are not scored.
-        hint: Advice for the message of this error.
+        hint: Advice in the message of the error about a number without a class.
     """
 
     classes: Mapping[int, int]
@@ -169,7 +169,7 @@ class Masks:
 
 
 class Boxes:
-    """Base class of the ground-truth boxes of a dataset. They are read by image id.
+    """Base class of objects that read the ground-truth boxes of images.
 
     Attributes:
         files: One annotation file for each image, or None if one file stores the boxes of all

@@ -57,8 +57,8 @@ def compute_fingerprint(rows: Iterable[Sequence[object]], kind: FingerprintKind 
     Args:
         rows: Rows of JSON values. For example, a row contains the id of an image and the SHA-256 of
             its file.
-        kind: "content" if the rows contain hashes of files. "stat" if they contain sizes and
-            modification times instead, so that the fingerprint begins with "stat-".
+        kind: "content" if the rows contain hashes of files, or "stat" if they contain sizes and
+            modification times. With "stat", the fingerprint begins with "stat-".
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -83,7 +83,7 @@ def fingerprint_kind(fingerprint: str) -> FingerprintKind:
 
 
 def abbreviate_fingerprint(fingerprint: str) -> str:
-    """Return the first six digits of a fingerprint. A prefix "stat-" is kept."""
+    """Return the first six digits of a fingerprint (hash of images). A prefix "stat-" is kept."""
     prefix = _STAT if fingerprint_kind(fingerprint) == "stat" else ""
     return fingerprint[: len(prefix) + 6]
 
@@ -95,15 +95,15 @@ class ReadOptions:
     Attributes:
         fingerprint: How files are identified: by their "content", or by "stat", which is their size
             and modification time.
-        bits: Number of bits that 16-bit images use, such as 12 for values up to 4095. It only
-            applies to images whose headers do not state it. None if it is unknown.
+        bits: Number of bits that 16-bit images use, such as 12 for values up to 4095. None if it is
+            unknown. If the header of an image states the number, the header is used instead.
     """
 
     fingerprint: FingerprintKind = "content"
     bits: int | None = None
 
     def compute_fingerprint(self, rows: Iterable[Sequence[object]]) -> str:
-        """Return the fingerprint (hash) of an image set that consists of the given rows.
+        """Return the fingerprint of an image set, which is a hash of rows that describe it.
 
         The fingerprint also depends on the option `bits`, because it changes the pixels of 16-bit
         images.
@@ -239,7 +239,7 @@ def file_hashes(images: ImageSet) -> UInt64[np.ndarray, " images"]:
 def sample_hashes(images: ImageSet) -> list[str]:
     """Return a text for each image that changes if the image, its mask or its boxes change.
 
-    It is a hash of their content if the image set has such hashes. Otherwise, or with
+    The text is a hash of their content if the image set can compute it. Otherwise, or with
     data.fingerprint=stat, it consists of the fingerprint (hash) of the whole set and the image id.
     """
     fingerprint = images.fingerprint()
@@ -276,11 +276,11 @@ def identify_parts(
     generator is closed or interrupted, the hashes computed so far are still cached.
 
     Args:
-        parts: Files or parts of files. Most of them are in `folder`.
+        parts: The files, or parts of files.
         kind: Whether files are identified by their "content", or by "stat", which is their size and
             modification time.
         title: Name of the image set, for messages.
-        folder: Folder or file of the image set. Each folder has its own cache file.
+        folder: Folder or file of the image set. The SHA-256 of its files are cached together.
         total: Number of parts, for the progress bar.
 
     Raises:
@@ -339,11 +339,11 @@ def _read(part: FilePart) -> bytes:
 
 
 def file_state(path: Path) -> tuple[int, int, int, int]:
-    """Return four numbers of a file, at least one of which changes if its content changes.
+    """Return four numbers that show whether the content of a file has changed.
 
-    An exception is a file that is written twice within two seconds, because its numbers may stay
-    the same. The device number is not used, because a network folder may have a different one on
-    each machine.
+    If the content changes, at least one of the numbers changes, unless the file is written twice
+    within two seconds. The device number is not used, because a network folder may have a different
+    one on each machine.
 
     Returns:
         Size in bytes, modification time (mtime) in nanoseconds, change time (ctime) in nanoseconds,
@@ -368,9 +368,9 @@ def _file_error(path: Path, error: OSError) -> DataError:
 class DigestCache:
     """Cache on disk for digests (hashes) of files.
 
-    A digest is valid until the size, times or inode of its files change. A damaged cache file is
-    ignored. Threads may share an instance. If several processes write the same cache file, some
-    digests may be lost and are computed again later.
+    A digest becomes invalid if the size, times or inode of one of the hashed files change. A
+    damaged cache file is ignored. Threads may share an instance. If several processes write the
+    same cache file, some digests may be lost and are computed again later.
 
     Args:
         subject: Folder or file to which the digests belong. Each of them has its own cache file.
@@ -484,7 +484,7 @@ def map_in_threads(
     Args:
         function: The function. Several threads call it at the same time.
         items: The items. They are taken from the iterable shortly before they are needed.
-        chunk_size: Number of items that a thread takes at once. Larger chunks are faster if the
+        chunk_size: Number of items that a thread takes at once. A larger number is faster if the
             calls are short.
     """
     stop = Event()

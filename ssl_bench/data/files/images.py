@@ -150,9 +150,9 @@ def read_indices(
 
     Args:
         path: The mask file.
-        has_voc_palette: Whether a palette must have the order of PASCAL VOC's palette. If False,
-            this is only required of palettes that contain the colour of VOC's object borders,
-            because no other dataset uses this colour.
+        has_voc_palette: Whether the mask belongs to PASCAL VOC, so that its palette is compared
+            with VOC's palette. If False, the palettes are only compared if the mask contains VOC's
+            colour of object borders, which no other dataset uses.
         content: Expected content of the file, for error messages.
 
     Raises:
@@ -175,8 +175,9 @@ def decode_indices(
     Args:
         data: The bytes.
         name: Name of the file, for error messages.
-        has_voc_palette: Whether a palette must have the order of PASCAL VOC's palette. If False,
-            this is only required of palettes that contain the colour of VOC's object borders.
+        has_voc_palette: Whether the mask belongs to PASCAL VOC, so that its palette is compared
+            with VOC's palette. If False, the palettes are only compared if the mask contains VOC's
+            colour of object borders.
         content: Expected content of the file, for error messages.
 
     Raises:
@@ -502,8 +503,8 @@ def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette:
     Args:
         image: The mask.
         name: Name of the file, for the error message.
-        has_voc_palette: Whether the mask must have VOC's palette. If False, a palette is only
-            checked if it contains the colour of VOC's object borders.
+        has_voc_palette: Whether the mask belongs to PASCAL VOC. If False, the palette is only
+            checked if the mask contains VOC's colour of object borders.
     """
     palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
     voc = voc_colours()
@@ -546,8 +547,8 @@ def _is_tiff(data: bytes) -> bool:
 def _describe_unsupported_tiff(data: bytes) -> str | None:
     """Return a description of a TIFF that cannot be read as one image, or None for other TIFFs.
 
-    An example is "a TIFF of 3 pages". One band in addition to the colours is supported. This band
-    is transparency, which is dropped.
+    An example is "a TIFF of 3 pages". A TIFF with one additional band, such as transparency, is
+    supported.
     """
     if data.startswith(_BIG_ENDIAN_BIGTIFF):
         return "a big-endian BigTIFF"

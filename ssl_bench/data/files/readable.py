@@ -138,15 +138,15 @@ class ReadableDataset(DatasetView):
 def leave_out_unreadable(
     view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, cache: ReadabilityCache
 ) -> Dataset:
-    """Return `view`, or a dataset that checks its images and leaves out the unreadable ones.
+    """Leave unreadable images out of a dataset, if the user or the dataset requests it.
 
     Args:
-        view: The dataset with all settings of the user, such as a limit on the number of images.
+        view: The dataset to use, with all settings of the user, such as a limit on the number of
+            images.
         dataset: The original dataset. If its attribute `leaves_out_unreadable` is true, unreadable
             images are left out by default.
-        on_bad_image: Choice of the user. With "skip", unreadable images are left out. With "fail",
-            they raise an error. A dataset that leaves them out by default raises it as soon as an
-            image set is opened. None stands for the default of the dataset.
+        on_bad_image: Choice of the user: "skip" leaves unreadable images out, and "fail" raises an
+            error. None stands for the default of the dataset.
         cache: Results of earlier attempts to decode images.
     """
     if on_bad_image == "skip" or getattr(dataset, "leaves_out_unreadable", False):
@@ -213,8 +213,8 @@ def find_read_errors(
     Args:
         images: The images. If an image set is derived from files, only the files are decoded. For
             example, corruptions such as added noise are not applied.
-        known: Results of earlier calls, as in `ReadabilityCache.errors`. New results are added to
-            this dictionary.
+        known: Results of earlier calls. The key of an image consists of its files and the options
+            with which they were read. New results are added to this dictionary.
     """
     files, indices = underlying_files(images) or (None, np.arange(len(images)))
     source = images if files is None else files
@@ -296,7 +296,7 @@ def underlying_files(
 
 
 def count_shared_files(training: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
-    """Count the scored images whose file, or an identical copy of it, is also a training image.
+    """Count the scored images that are also training images, as the same file or a copy.
 
     With data.fingerprint=stat, copies with different modification times are not found. Two image
     sets without files, such as Python datasets, are compared by hashes of their images. If only one
@@ -326,8 +326,7 @@ def _find_shared_images(
 ) -> Sequence[tuple[Path | str, Path | str]]:
     """Find scored images that are identical to a training image.
 
-    Return a pair for each of them: the path or id of the training image, and that of the scored
-    image.
+    For each of them, return the path or id of the training image and of the scored image.
     """
     training_files, scored_files = underlying_files(training), underlying_files(scored)
     if training_files is None or scored_files is None:

@@ -88,7 +88,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
     if path.is_dir():
         shards = [path / name for name in list_files(path) if name.lower().endswith(SHARD_SUFFIXES)]
         if not shards:
-            raise DataError(f"{path} has no tar file")
+            raise DataError(f"{path} has no tar file. Pass another folder")
         return sorted(shards)
     shards, missing = set[Path](), list[str]()
     names = list(islice(_expand_braces(str(path)), _MAX_SHARDS + 1))
@@ -100,7 +100,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
         if not matches:
             missing.append(str(name))
     if missing and len(names) == 1:
-        raise DataError(f"no tar file matches {pattern}")
+        raise DataError(f"no tar file matches {pattern}. Correct the path")
     if missing:
         raise DataError(
             f"{len(missing)} of {len(names)} tar files are missing, the first is {missing[0]}"
@@ -138,9 +138,9 @@ class ShardIndex(NamedTuple):
 
     Attributes:
         names: Paths of the images in the tar file, sorted.
-        places: Offset in bytes, size in bytes and class number of each image. The class number is
-            `NO_LABEL` (-1) if there is no `.cls` member, and `INVALID_LABEL` (-2) if this member
-            does not contain a number.
+        places: Position and class of each image, as offset in bytes, size in bytes and class
+            number. The class number is `NO_LABEL` (-1) if there is no `.cls` member, and
+            `INVALID_LABEL` (-2) if this member does not contain a number.
         state: Size in bytes and modification time in nanoseconds of the tar file.
     """
 
@@ -223,7 +223,9 @@ def _scan(shard: Path) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
     # Damaged headers raise TarError, OSError, ValueError, OverflowError and others.
     except Exception as error:
         reason = str(error) or type(error).__name__
-        raise DataError(f"{shard} is not a tar file or is damaged ({reason})") from error
+        raise DataError(
+            f"{shard} is not a tar file or is damaged ({reason}). Copy it again"
+        ) from error
 
 
 def _list_images(
@@ -244,7 +246,9 @@ def _list_images(
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             if member.size < 0:
-                raise DataError(f"{shard} is damaged: {member.name} has a negative size")
+                raise DataError(
+                    f"{shard} is damaged: {member.name} has a negative size. Copy it again"
+                )
             match = _MEMBER.fullmatch(member.name)
             if match is None or member.isdir():
                 continue
@@ -258,10 +262,11 @@ def _list_images(
                     "copies of the images"
                 )
             if key in labels and extension == ".cls":
-                raise DataError(f"{shard} has {member.name} twice")
+                raise DataError(f"{shard} has {member.name} twice. Remove one of them")
             if key in images and extension != ".cls":
                 raise DataError(
-                    f"{shard} has two images of one sample, {images[key][0]} and {member.name}"
+                    f"{shard} has two images of one sample, {images[key][0]} and {member.name}. "
+                    "Remove one of them"
                 )
             if extension == ".cls":
                 file.seek(member.offset_data)
@@ -275,7 +280,9 @@ def _list_images(
         file.seek(tar.offset)
     end = file.read(_MAX_PADDING)
     if len(end) < _BLOCK or any(end):
-        raise DataError(f"{shard} is damaged or incomplete after byte {tar.offset:,}")
+        raise DataError(
+            f"{shard} is damaged or incomplete after byte {tar.offset:,}. Copy it again"
+        )
     if incomplete := sorted(keys.keys() - images.keys()):
         key = incomplete[0]
         raise DataError(

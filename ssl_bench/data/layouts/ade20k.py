@@ -27,9 +27,9 @@ class Ade20k(PairedFolders):
 
     Attributes:
         root: The folder ADEChallengeData2016, or its parent folder.
-        train_split: Name of the folders in images/ and annotations/ for training, or a part such as
+        train_split: Name of the training folder in images/ and in annotations/, or a part such as
             `training:0-75%`.
-        val_split: Name of the folders in images/ and annotations/ for scoring, or a part such as
+        val_split: Name of the scored folder in images/ and in annotations/, or a part such as
             `validation:0-50%`.
     """
 

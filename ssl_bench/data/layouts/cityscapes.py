@@ -48,8 +48,9 @@ class PublishedIds(IndexMasks):
 class Cityscapes(ImageMaskFolders):
     """Cityscapes, https://www.cityscapes-dataset.com, in the folders leftImg8bit and gtFine.
 
-    If `mask_suffix` is `_gtFine_labelTrainIds.png`, masks store training ids. In this case,
-    `numbers` and `ignored` have no effect.
+    By default, masks store the published class ids. If `mask_suffix` is
+    `_gtFine_labelTrainIds.png`, they store training ids, and the settings `numbers` and `ignored`
+    have no effect.
     """
 
     name: str = "cityscapes"

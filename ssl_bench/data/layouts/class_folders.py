@@ -99,8 +99,8 @@ class ClassificationSplits(Layout):
 class ClassFolders(ClassificationSplits):
     """Images in ROOT/SPLIT/CLASS/, or in ROOT/CLASS/ as for torchvision's ImageFolder.
 
-    A class folder may contain subfolders. If the folders below the root contain images directly and
-    none of them is called `val` or `test`, they are classes instead of splits. All images then form
+    A class folder may contain subfolders. The folders below the root are classes instead of splits
+    if they contain images directly and none of them is called `val` or `test`. All images then form
     one split, `all`. A part of a split such as `train:0-75%` contains the first 75 % of the images
     of each class, sorted by file name.
 

@@ -43,7 +43,7 @@ class CocoBoxes(Boxes):
         file: The JSON file.
         known: Sorted ids of all images in the file, including images without boxes.
         sizes: Height and width of each image in `known`, or zeros if the file does not state them.
-        owners: Image id of each box. The boxes are sorted by it.
+        owners: Image id of each box. The boxes are sorted by their image ids.
         objects: Annotation id of each box.
         corners: Boxes as (x0, y0, x1, y1) in pixels.
     """
@@ -86,9 +86,10 @@ class CocoBoxes(Boxes):
         return [image_id for image_id in ids if _parse_image_number(image_id) not in known]
 
     def meaning(self, image_id: str) -> str:
-        """Return the boxes of an image as text, from which the hash of the image set is computed.
+        """Return the boxes of an image as text.
 
-        Thus, the hash does not depend on other images in the same JSON file.
+        The hash of the image set is computed from this text, so it does not depend on other images
+        in the same JSON file.
         """
         return str(self.read(image_id).tolist())
 

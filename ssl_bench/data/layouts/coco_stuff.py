@@ -90,7 +90,7 @@ class CocoStuff(PairedFolders):
 
 
 def read_classes() -> dict[int, tuple[str, str]]:
-    """Return the name and the group of each class, by the number that published masks store.
+    """Return the name and the group of each class, by the number of the class in published masks.
 
     Source: the groups are COCO's supercategories. The numbers are those in labels.txt of
     https://github.com/nightrome/cocostuff minus 1, because that file begins with "unlabeled".

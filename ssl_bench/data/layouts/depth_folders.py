@@ -113,9 +113,10 @@ class DepthFolders(Layout):
         val_split: Name of the scored split, or a part of it such as `val:0-50%`.
         image_folder: Folder of the images below the root. `{split}` stands for the name of the
             split. Images and depth maps may be in subfolders with the same names.
-        depth_folder: Folder of the depth maps below the root, with `{split}` as for `image_folder`.
-        image_suffix: End of the file names of the images. Before it, an image and its depth map
-            have the same name.
+        depth_folder: Folder of the depth maps below the root. `{split}` stands for the name of the
+            split.
+        image_suffix: End of the file names of the images. An image and its depth map have the same
+            name before this suffix.
         depth_suffix: End of the file names of the depth maps.
         metres_per_unit: Depth in metres for the number 1 in a depth map. By default, depth maps
             store millimetres. The number 0 always means that the depth is unknown.

@@ -183,7 +183,7 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
 
     Args:
         features: Type of each column of the table, by column name.
-        options: Dataset whose fields contain the column names that the user chose.
+        options: Settings of the user, which may contain names of columns.
         title: Name of the table, for messages.
 
     Raises:

@@ -43,8 +43,8 @@ class PairedFolders(Layout):
     Subclasses implement `_images` and `_masks`, which return the files of a split.
 
     Attributes:
-        published_splits: Folder of each split for which `PUBLISHED_COUNTS` has a number of images,
-            such as {"train": "training"}. A split whose folder has the same name needs no entry.
+        published_splits: Folder name of each published split, such as {"train": "training"}. A
+            split whose folder has the same name is left out.
     """
 
     supports: Any
@@ -289,9 +289,9 @@ class ImageMaskFolders(PairedFolders):
         val_split: Name of the scored split, or a part of it such as `val:0-50%`.
         image_folder: Folder of the images below the root. `{split}` stands for the name of the
             split. Images and masks may be in subfolders with the same names.
-        mask_folder: Folder of the masks below the root, with `{split}` as for `image_folder`.
-        image_suffix: End of the file names of the images. Before it, an image and its mask have the
-            same name.
+        mask_folder: Folder of the masks below the root. `{split}` stands for the name of the split.
+        image_suffix: End of the file names of the images. An image and its mask have the same name
+            before this suffix.
         mask_suffix: End of the file names of the masks.
         lists: Path below the root of a file that lists the images of a split, one name per line.
             `{split}` stands for the name of the split. By default, a split consists of all files in

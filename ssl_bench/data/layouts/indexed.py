@@ -156,8 +156,8 @@ class IndexedImages:
         class_names: Names of the classes. If it is empty, the images are returned without labels
             and masks.
         numbers: Class of each number that masks store, or None for images without masks.
-        is_255_unclear: Whether 255 in a mask may be a class or mark an ignored pixel, because the
-            user has not stated its meaning.
+        is_255_unclear: Whether it is unknown if 255 in a mask is the second class or marks ignored
+            pixels. Masks that store only 0 and 255 are then errors.
         options: Options for reading the images. Only `bits` (of 16-bit images) has an effect.
     """
 
@@ -256,8 +256,8 @@ class IndexedImages:
     def with_read_options(self, options: ReadOptions) -> "IndexedImages":
         """Return a copy of this image set that reads its images with the given options.
 
-        The images are always identified by their content. Thus, data.fingerprint=stat has no
-        effect.
+        The option data.fingerprint=stat has no effect, because the images are always identified by
+        their content.
         """
         return replace(self, options=replace(options, fingerprint="content"))
 
@@ -331,7 +331,7 @@ class IndexedDataset(Layout):
             )
 
     def select_items(self, role: str) -> SelectedItems | None:
-        """Return the images for one use.
+        """Return the images for one use, such as training.
 
         Args:
             role: The use: "train" (for training), "val" (for scoring) or "images" (without
@@ -388,8 +388,8 @@ class IndexedDataset(Layout):
     def discovery(self) -> ImageSet:
         """Return the images for object discovery.
 
-        Images with boxes are preferred, followed by images without labels and masks. If all images
-        have labels or masks, the images for the use "images" are returned without them.
+        Images with boxes are preferred, followed by images without labels and masks. If there are
+        neither, the images for the use "images" are returned without labels and masks.
         """
         parts = [part for role in ("images", "val", "train") if (part := self.select_items(role))]
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]

@@ -164,8 +164,8 @@ class _UnsupportedContent(Exception):
 def base_dataset(dataset: Any) -> Any:
     """Return the dataset inside wrappers such as `torch.utils.data.Subset`.
 
-    While an object has the attribute `dataset` but not the attribute `classes`, it is replaced by
-    its attribute `dataset`.
+    The attribute `dataset` is followed from object to object until an object has no such attribute
+    or has the attribute `classes`.
     """
     while not hasattr(dataset, "classes") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset

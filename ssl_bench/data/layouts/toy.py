@@ -49,8 +49,8 @@ class Photograph:
     Attributes:
         package: Name of the package.
         file: Path of the image in the package.
-        scale: Factor by which the image is resized. It is chosen so that a few ViT patches show the
-            texture.
+        scale: Factor by which the image is resized, so that a few ViT patches are enough to show
+            the texture.
         cut: Part of the image to use, as (left, top, right, bottom) in pixels. If it is None, the
             whole image is used.
     """
@@ -94,7 +94,7 @@ _SHARES = {"train": (0.0, 0.6), "val": (0.6, 1.0)}
 
 @dataclass(frozen=True)
 class Scene:
-    """A generated scene with textured objects.
+    """A generated image of textured objects, with its mask and boxes.
 
     Attributes:
         image: RGB image with values from 0 to 255.
@@ -217,8 +217,8 @@ def _draw_outlines(
 ) -> list[Float64[np.ndarray, "height width"]]:
     """Return the random shapes of one to three objects, from the farthest to the nearest.
 
-    At least half of each object is visible. A shape is a map of distances from its centre, as
-    `_draw_outline` returns it.
+    A shape is a map of each pixel's relative distance from the object's centre, which is below 1
+    inside the object. At least half of each object is visible.
     """
     number = int(rng.integers(1, 4))
     while True:
@@ -384,7 +384,7 @@ class GeneratedDataset(Layout):
         return path
 
     def _paint_scenes(self) -> Iterator[tuple[str, int, Scene]]:
-        """Yield (split, number, scene) for each scene. The split is "train" or "val"."""
+        """Yield (split, number, scene) for each generated image. The split is "train" or "val"."""
         for split, count in (("train", self.num_train), ("val", self.num_val)):
             painter = Painter(split, self.seed)
             for index in range(count):
@@ -426,7 +426,7 @@ def _is_intact(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Toy(GeneratedDataset):
-    """Scenes of textured objects in front of photographs, stored in VOC's layout."""
+    """Generated images of textured objects in front of photographs, in VOC's folders."""
 
     name = "toy"
     supports = frozenset({"segmentation", "discovery", "boxes", "images"})
@@ -438,11 +438,11 @@ class Toy(GeneratedDataset):
         return self._folder().segmentation("val")
 
     def discovery(self) -> FileImageSet:
-        """Return the training and validation scenes with boxes, as in VOC's split trainval."""
+        """Return the training and the scored images with boxes, as in VOC's split trainval."""
         return self._folder().discovery("trainval", exclude_difficult=False)
 
     def images(self) -> FileImageSet:
-        """Return the training scenes without annotations."""
+        """Return the training images without annotations."""
         return self._folder().images("train")
 
     def _folder(self) -> VocFolder:
@@ -466,7 +466,7 @@ class Toy(GeneratedDataset):
 
 
 def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
-    """Write the image, the mask and the boxes of a scene in VOC's format.
+    """Write a generated image, its mask and its boxes in VOC's format.
 
     They are written to the subfolders JPEGImages, SegmentationClass and Annotations of `folder`.
     """
@@ -496,7 +496,7 @@ def _append_texts(parent: ElementTree.Element, **texts: object) -> None:
 
 @dataclass(frozen=True)
 class ToyObjects(GeneratedDataset):
-    """Crops of the objects in the scenes of `Toy`, in one folder for each class."""
+    """Crops of single objects from the images of `Toy`, in one folder for each class."""
 
     name = "toy_objects"
     supports = frozenset({"classification", "images"})
@@ -526,10 +526,10 @@ class ToyObjects(GeneratedDataset):
 
 @dataclass(frozen=True)
 class ToyInstances(GeneratedDataset):
-    """Generated scenes and crops of them, for instance retrieval.
+    """Generated images of objects and crops of these images, for instance retrieval.
 
-    Each scene has four images. The whole scene is the query, and a search should find its crops.
-    Two crops are easy to find. The third is smaller and grey, so it is difficult to find.
+    Each whole image is a query, and a search should find its three crops. Two crops are easy to
+    find. The third is smaller and grey, so it is difficult to find.
     """
 
     name = "toy_instances"
@@ -543,7 +543,7 @@ class ToyInstances(GeneratedDataset):
         return SearchImages(self.images(), searches)
 
     def images(self) -> FileImageSet:
-        """Return all images, which are the scored scenes and their crops."""
+        """Return all images: the scored whole images and their crops."""
         folder = self.generate_once("toy_instances", self._write)
         files = Files(folder, ".jpg")
         return FileImageSet(
@@ -565,9 +565,9 @@ def _view_id(scene: int, view: int) -> str:
 
 
 def _draw_view(rng: np.random.Generator, scene: Image.Image, view: int) -> Image.Image:
-    """Return one of the images of a scene.
+    """Return a whole generated image, or a crop of it.
 
-    View 0 is the whole scene. All others are crops with random brightness, and the last one is
+    View 0 is the whole image. All other views are crops with random brightness, and the last one is
     smaller and grey.
     """
     if view == 0:

@@ -16,7 +16,7 @@ NUM_FRAMES = 12
 class ToyVideo(GeneratedDataset):
     """Generated videos of 12 frames, with a mask of each frame.
 
-    All `num_val` videos are scored. There are no training videos.
+    There are `num_val` videos for scoring, and no training videos.
     """
 
     name = "toy_video"

@@ -144,8 +144,8 @@ class Davis(Layout):
         root: The folder that contains JPEGImages, Annotations and ImageSets, or its parent folder.
         year: Year of the masks and of the list of videos.
         val_split: `val`, `train`, or a part of one of them such as `val:0-50%`. If the list of the
-            split does not have the published number of videos of `val`, its number of videos is
-            appended to the dataset's name in stored results.
+            split has another length than the published list of `val`, its length is appended to the
+            dataset's name in stored results.
         max_frames: Number of frames to use from the beginning of each video (default: all). If it
             is set, it is appended to the dataset's name in stored results.
     """
@@ -283,7 +283,7 @@ class FrameFolders(Layout):
 def list_frames(
     videos: Iterable[str], images: Files, max_frames: int | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of the frames of each video, without suffix, by the name of the video.
+    """Return a dictionary with the names of the frames of each video, without suffix.
 
     Args:
         videos: Folder name of each video.

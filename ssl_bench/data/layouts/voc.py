@@ -138,7 +138,7 @@ class VocFolder:
     """A dataset in PASCAL VOC's folders JPEGImages, SegmentationClass, Annotations and ImageSets.
 
     Attributes:
-        path: The folder that contains these folders.
+        path: The folder that contains JPEGImages.
         name: Name of the dataset in stored results.
         class_names: Names of the classes, in the order of the numbers in masks.
     """
@@ -259,7 +259,7 @@ class Voc(Layout):
         )
 
     def images(self) -> FileImageSet:
-        """Return the images for object discovery without annotations."""
+        """Return the images of `discovery_split` without annotations."""
         return self._folder().images(self.discovery_split)
 
     def _folder(self) -> VocFolder:

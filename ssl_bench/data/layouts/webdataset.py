@@ -44,11 +44,10 @@ class WebDataset(ClassificationSplits):
         root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. If a task
             needs training and validation images, it must be a folder.
         train_split: Folder or pattern of the training images below `root`. By default, it is the
-            folder `train`, or the tar files whose names contain `train` without a lower-case letter
-            before it.
+            folder `train`, or all tar files with a word in their names that begins with `train`.
         val_split: Folder or pattern of the scored images below `root`. By default, it is the folder
-            `val`, or the tar files whose names contain `val` without a lower-case letter before it.
-            If there are none, `test` is used instead of `val`.
+            `val`, or all tar files with a word in their names that begins with `val`. If there are
+            none, `test` is used instead of `val`.
     """
 
     name: str = "webdataset"
@@ -69,8 +68,8 @@ class WebDataset(ClassificationSplits):
         """Return the images that are scored. Their labels are indices into the training classes.
 
         Raises:
-            DataError: A tar file is missing, damaged or in both splits, or the class number of an
-                image is missing or occurs in no training image.
+            DataError: A tar file is missing or damaged, both splits contain the same tar file, an
+                image has no class number, or its class has no training image.
         """
         shards = self._shards(self.val_split, _VAL_NAMES)
         if shared := sorted({*shards}.intersection(self._train_shards)):
@@ -132,7 +131,7 @@ class WebDataset(ClassificationSplits):
             split: Folder or pattern below the root, or None to search for `names`.
             names: Usual names of the split, such as ["val", "test"], in the order in which they are
                 tried. A name matches a folder, or tar files such as imagenet-val-00.tar. It does
-                not match after a lower-case letter, as in interval-0.tar.
+                not match interval-0.tar, because a lower-case letter precedes it.
         """
         if not self._root.is_dir():
             raise DataError(

@@ -123,7 +123,7 @@ def _split_list(text: str) -> list[str]:
 def _exists(text: str) -> bool:
     """Return whether a text is an existing path or a pattern with matches.
 
-    A final epoch, as in "runs/a@200", is ignored.
+    An epoch at the end of the text, such as "@200" in "runs/a@200", is ignored.
     """
     names = (text, re.sub(r"@\d{1,9}$", "", text))
     paths = [str(expand_path(name)) for name in names if name]
@@ -140,8 +140,8 @@ def has_random_weights(uri: str) -> bool:
     """Return whether the baseline `random:URI` exists for the encoder at the address `uri`.
 
     The baseline is the same encoder with its initial weights. It does not exist for user modules
-    and for encoders from other packages, because their initialisation is unknown. Untrained
-    baselines have no further baseline. The encoder is not loaded.
+    and encoders from other packages, because their initialisation is unknown. It also does not
+    exist for encoders that are untrained baselines themselves. The encoder is not loaded.
     """
     is_external = uri.partition(":")[0] in entry_points("encoder")
     return not (is_baseline(uri) or FILE_AND_NAME.fullmatch(uri) or is_external)

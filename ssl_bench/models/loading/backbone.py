@@ -61,11 +61,11 @@ class Backbone:
     Attributes:
         weights: Tensors of the encoder by name, without prefixes such as "teacher.".
         total: Number of all tensors in the dictionary that contains the encoder.
-        ignored: Names of tensors, or of dictionaries of tensors, that are not used. The value is
-            the reason.
+        ignored: Reason for each tensor, or dictionary of tensors, that is not used. The key is its
+            name in the file.
         prefixes: Prefixes that were removed from the names, such as "teacher.".
-        note: A message for users that says which of several encoders is used. Empty if the file
-            contains only one encoder.
+        note: Message that tells users which of several encoders is used. Empty if the file contains
+            only one encoder.
     """
 
     weights: Mapping[str, Tensor]
@@ -214,9 +214,9 @@ def _require_unique(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str
 def _find_encoders(names: Collection[str]) -> list[str]:
     """Return the name prefix of each encoder among the tensors of a weights file.
 
-    An encoder is recognised by the weight of a patch embedding, such as "conv1.weight", and by
-    blocks. Other layers may have a weight of this name too. A weight without a bias is therefore
-    ignored if a weight of the same name has a bias under another prefix.
+    An encoder is recognised by blocks and by the weight of a patch embedding, such as
+    "conv1.weight". Layers outside of encoders may have the same name, but no bias. A weight without
+    a bias is therefore ignored if another weight of this name has a bias.
 
     Args:
         names: Names of all tensors in the file.
@@ -255,9 +255,8 @@ def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
 def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
     """Choose one of several encoders in a weights file, and return its prefix.
 
-    Prefixes such as "teacher.backbone." are compared part by part, from the left. At the first part
-    in which they differ, the encoder with the highest priority is chosen. `_rank` computes the
-    priority.
+    Prefixes such as "teacher.backbone." are compared part by part, from the left. Where they
+    differ, only the encoders with the highest priority remain. `_rank` computes the priority.
 
     Args:
         roots: Prefix of each encoder.
@@ -294,7 +293,7 @@ def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
 
     - 3: The trained encoder "current", if its moving average was never updated.
     - 2: A moving average, such as "teacher" or "ema".
-    - 1: An encoder whose prefix contains none of these words.
+    - 1: Any other encoder.
     - 0: A moving average that was never updated, a student or a momentum encoder.
 
     Args:

@@ -175,9 +175,9 @@ def _serialize(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> by
 def read_identity(uri: str, path: Path) -> EncoderIdentity:
     """Read the properties that identify the encoder in a checkpoint of this suite, but no weights.
 
-    The SHA-256 of the checkpoint is read from the .sha256 file. Only `load_checkpoint` checks
-    whether it is right. Unless the .sha256 file consists of one line for this checkpoint, the
-    SHA-256 is computed from the checkpoint.
+    The SHA-256 is copied from the .sha256 file, if that file has a single line for this checkpoint.
+    Otherwise, it is computed from the checkpoint. A copied SHA-256 is not verified until
+    `load_checkpoint` loads the weights.
 
     Args:
         uri: Address of the encoder.
@@ -507,9 +507,9 @@ def _describe_damage(path: Path, reason: str) -> str:
 
 
 def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
-    """Return advice for an error message: load a weights file from a folder with a config.json.
+    """Return advice on loading a weights file with a config.json, for an error message.
 
-    The user must write the config.json. It names a timm model and the arguments that differ from
+    The user must write a config.json that names a timm model and the arguments that differ from
     timm's.
 
     Args:

@@ -168,9 +168,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_description(config: Mapping[str, Any], path: Path) -> Description:
-    """Read the properties of an encoder from config.json that its tensor shapes do not determine.
-
-    An example is the number of attention heads.
+    """Read from config.json what the shapes of tensors do not show, such as the number of heads.
 
     Args:
         config: Content of config.json.

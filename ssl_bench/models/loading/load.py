@@ -322,8 +322,7 @@ def _guess_address(name: str) -> str | None:
     """Guess the encoder address that a user meant by a name, or return None if unknown.
 
     For example, `dino_vits16` is in torch hub, and `facebook/dinov2-small` is on Hugging Face. The
-    name is not an existing path. An error message suggests the result, which may contain a
-    placeholder such as {tag}.
+    result may contain a placeholder such as {tag}, and is suggested in an error message.
     """
     from ssl_bench.models.loading.hub import HUB_WEIGHTS
 

@@ -271,9 +271,9 @@ def _module_lists(module: nn.Module) -> dict[str, int]:
 
 
 def _patch_kernel(module: nn.Module) -> int | None:
-    """Return the patch size that a module's convolution suggests, or None if there is none.
+    """Return the kernel size of a module's patch embedding, or None if it has none.
 
-    It is the kernel size of the first RGB convolution whose stride equals its kernel size.
+    The patch embedding is the first RGB convolution whose stride equals its kernel size.
     """
     for part in module.modules():
         if isinstance(part, nn.Conv2d) and part.in_channels == 3:
@@ -288,7 +288,9 @@ def _find_norm(
 ) -> str | None:
     if norm is not None:
         if norm not in parts:
-            raise CheckpointError(f"{label} has no module {norm!r} for its final norm")
+            raise CheckpointError(
+                f"{label} has no module {norm!r}. Pass the name of its final norm"
+            )
         return norm
     parent = blocks.rpartition(".")[0]
     paths = [f"{place}{'.' if place else ''}{name}" for place in (parent, "") for name in _NORMS]
@@ -311,7 +313,7 @@ def _likely_sizes(
         module: The user's module. Its attributes, such as `img_size`, and its position embedding
             suggest sizes.
         image_size: Size that the user states. It is then the only result. None if unknown.
-        patch: Side of a patch in pixels. Sizes that are not stated anywhere are multiples of it.
+        patch: Side of a patch in pixels. Guessed sizes are multiples of this side.
     """
     if image_size is not None:
         return [(image_size, image_size) if isinstance(image_size, int) else image_size]

@@ -475,13 +475,13 @@ def timm_encoder(
 
 @torch.no_grad()
 def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
-    """Make one layer, `attn.qkv`, compute the queries, keys and values of each block.
+    """Join the layers for queries, keys and values of each block in one layer `attn.qkv`.
 
-    The blocks are changed in place. Some attention modules of timm add biases after the layer
-    `qkv`. These biases become part of the layer. Other attention modules have the three layers
-    `q_proj`, `k_proj` and `v_proj`, which are joined. The outputs of the modules stay the same up
-    to rounding. A block is not changed if its attention has another form, or if its queries, keys
-    and values differ in width.
+    The blocks are changed in place. Some attention modules of timm have the three layers `q_proj`,
+    `k_proj` and `v_proj`, which are joined. Others have a layer `qkv` and separate biases, which
+    become part of the layer. The outputs of the modules stay the same up to rounding. A block is
+    not changed if its attention has another form, or if its queries, keys and values differ in
+    width.
     """
     for block in blocks:
         # The attributes and their types differ between models.
