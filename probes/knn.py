@@ -86,6 +86,7 @@ class KNN(Probe):
     known_facets = ("cls", "patch_mean", *INNER_FACETS)
     role = "classification"
     keeps_images = True
+    settings_without_cost = ("neighbours",)
     excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib", "engine")
 
     def __post_init__(self) -> None:

@@ -123,6 +123,8 @@ def _find_earlier_runs(job: Job, records: Sequence[Record], store: ResultStore) 
 
 def _identify_probe(key: ResultKey, job: Job) -> tuple[object, ...]:
     """Return what determines the time per image: the encoder, the probe and its settings."""
-    settings = {name: key.settings.get(name) for name in (*job.planned.probe.settings(), "dtype")}
+    probe = job.planned.probe
+    names = {*probe.settings(), "dtype"}.difference(probe.settings_without_cost)
+    settings = {name: key.settings.get(name) for name in names}
     encoder = [getattr(key, name) for name in ENCODER_FIELDS]
     return encoder, key.task, key.protocol, key.split, settings

@@ -245,6 +245,8 @@ class Probe:
             probes of its role. If so, one command encodes each image only once for all of them.
         reuses_results: Whether this probe copies results of single images from earlier runs on
             other image sets in the same results folder.
+        settings_without_cost: Settings that hardly affect the time of a run. Runs that differ in
+            them are used to estimate the time of each other.
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores have
             no `per_image`.
         further_protocols: Secondary protocols (presets), which `--task all` runs in addition.
@@ -266,6 +268,7 @@ class Probe:
     keeps_images: ClassVar[bool] = False
     shares_features: ClassVar[bool] = False
     reuses_results: ClassVar[bool] = False
+    settings_without_cost: ClassVar[Collection[str]] = ()
     metrics_of_sets: ClassVar[Collection[str]] = ()
     further_protocols: ClassVar[Sequence[str]] = ()
     takes_long: ClassVar[bool] = False

@@ -12,7 +12,7 @@ from ssl_bench.results import ResultStore
 from tests.support.faults import class_folders, encoder_file, photo_folder
 
 DATA = ["--dataset", "class_folders", "--data-root", "photos", "--checkpoint", "tiny.safetensors"]
-KNN = ["--task", "knn", *DATA, "probe.neighbours=[1]"]
+KNN = ["--task", "knn", *DATA]
 # Number of training images and validation images together.
 ALL = 20
 
@@ -66,7 +66,7 @@ def test_time_grows_linearly_with_scored_and_training_images(capsys):
 @pytest.mark.parametrize(
     ("earlier", "planned"),
     [
-        (["probe.neighbours=[2]"], []),
+        (["probe.image_size=24"], []),
         (["--layer", "0"], []),
         (["dtype=bfloat16"], []),
         # The earlier images are not among those of the plan.
@@ -91,7 +91,7 @@ def test_only_the_device_of_the_last_run_counts(capsys):
 
 def test_finished_jobs_take_no_time_and_unknown_times_are_named(capsys):
     run_knn(5, seconds=300)
-    tasks = ["--task", "knn,clustering", *DATA, "probe.neighbours=[1]"]
+    tasks = ["--task", "knn,clustering", *DATA]
 
     (knn, clustering), lines = plan(capsys, *tasks)
 
