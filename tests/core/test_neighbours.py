@@ -22,9 +22,9 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 def record_products(monkeypatch) -> list[int]:
-    """Return a list of numbers of queries. Each search by matrix products appends a number to it.
+    """Return a list that gets an item for each nearest-neighbour search by matrix products.
 
-    A search by matrix products multiplies its queries by all stored vectors.
+    The item is the number of queries, which are multiplied by all stored vectors.
     """
     rows, whole = [], neighbours._nearest_by_product
 

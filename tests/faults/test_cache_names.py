@@ -34,7 +34,7 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """A change of facts (settings and data properties) that must alter a name.
+    """A change of settings or data properties ("facts") after which a cached file needs a new name.
 
     Attributes:
         changed: The facts that change, with their new values.
@@ -149,10 +149,10 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that runs a probe and returns the name of a file that it caches.
+    """Return a function that runs a probe until its first score, and returns a file name.
 
-    The file contains trained heads or pixel counts, and its name starts with `prefix`. To save
-    time, the probe runs only until its first score.
+    The file is in the probe's cache and contains trained heads or pixel counts. Its name starts
+    with `prefix`.
     """
 
     def name(folder: Path, facts: Facts) -> str:
@@ -176,9 +176,10 @@ def depth_heads(folder: Path, facts: Facts) -> str:
 
 
 def shared_features(folder: Path, facts: Facts) -> str:
-    """Run k-NN, and return the key under which other probes of a command find its features.
+    """Run k-NN, and return the key under which it caches the features in memory.
 
-    `facts` contains the settings of the probe and the properties of its data.
+    Later probes of a command find the features under this key. `facts` contains the settings of the
+    probe and the properties of its data.
     """
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))

@@ -206,7 +206,10 @@ DINO = "torchhub:facebookresearch/dino:dino_vits16"
 
 
 def refusal() -> str:
-    """Load an encoder that must be refused with a hint. Return the error message."""
+    """Try to load an encoder that cannot be loaded. Return the error message.
+
+    Also check that the error recommends another encoder.
+    """
     with pytest.raises(CheckpointError) as raised:
         load_encoder(DINO)
     assert "demo:skip" in raised.value.hint
