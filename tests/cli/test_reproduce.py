@@ -387,7 +387,7 @@ TINY_COPYING = (
 def reproduced(tmp_path, monkeypatch, capsys):
     """Return a function that runs `reproduce --run` on a published table.
 
-    The function returns the scores that it prints as "ours", by the name of the table row.
+    The function returns our scores in the printed table, by the name of the table row.
     """
     monkeypatch.chdir(tmp_path)
 

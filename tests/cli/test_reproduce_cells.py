@@ -191,8 +191,8 @@ def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: An
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
     """Yield the row and the column of each table cell that `reproduce` must fill with a score.
 
-    For columns with supervised scores or differences of scores, these are only the rows whose run
-    was trained on the dataset of the column.
+    In columns with supervised scores or differences of scores, only those rows are included whose
+    run was trained on the dataset of the column.
     """
     runs = experiments()
     for row, address in table.runs.items():

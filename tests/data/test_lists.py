@@ -15,10 +15,10 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def find(tmp_path: Path):
-    """Return a function that finds the image files that the lines of a list file name.
+    """Return a function that finds the images listed in a list file.
 
-    Its arguments are these lines, and the names of image files to create first. It returns the ids
-    of the images.
+    Its arguments are the lines of the file, and the names of image files to create first. It
+    returns the ids of the images.
     """
 
     def find(lines: list[str], *names: str, suffix: str = ".jpg") -> list[str]:

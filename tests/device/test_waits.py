@@ -74,8 +74,8 @@ FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 def heads_step(*options: str, waits: int = 0) -> Unit:
     """Describe a training step of linear heads, so that its waits for the device can be counted.
 
-    The step trains one head for each of three blocks and each of two learning rates. At most
-    `waits` waits are allowed in it.
+    The step trains one head for each of three blocks and each of two learning rates. It may wait
+    at most `waits` times.
     """
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
     return Unit((*SEGMENTATION, *options), few, many, 4, waits)

@@ -124,10 +124,7 @@ def context(folder: Path, facts: Facts) -> ProbeContext:
 
 
 def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
-    """Return the options of a probe.
-
-    These are the options in `usual`, updated with the facts whose names start with "probe.".
-    """
+    """Return the options in `usual`, updated by the settings in `facts` of the form "probe.KEY"."""
     own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
     return {**usual, **own}
 
@@ -149,10 +146,9 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that runs a probe until its first score, and returns a file name.
+    """Return a function that runs a probe until its first score, and returns a cached file's name.
 
-    The file is in the probe's cache and contains trained heads or pixel counts. Its name starts
-    with `prefix`.
+    The file contains trained heads or pixel counts. Its name starts with `prefix`.
     """
 
     def name(folder: Path, facts: Facts) -> str:

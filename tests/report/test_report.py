@@ -108,7 +108,7 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """Write a report about scores with HTML markup in their names. Return its folder."""
+    """Write a report about scores whose names contain HTML markup. Return its folder."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'

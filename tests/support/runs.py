@@ -79,7 +79,7 @@ def assert_goes_on_to_the_bit(
     error: type[BaseException] = Preempted,
     workers: int | None = None,
 ) -> Path:
-    """Check that a run that is stopped and resumed gives exactly the results of an unstopped run.
+    """Check that a stopped and resumed run gives exactly the results of an uninterrupted run.
 
     Args:
         plan: Plan of a run with more than `steps` steps.

@@ -255,7 +255,7 @@ def exit_code(pid: int, end: float) -> int | None:
 
 
 def prepare() -> None:
-    """Import and set up what all processes share, before the first of them is forked."""
+    """Set up what all processes share, such as loaded configs, before the first is forked."""
     torch.set_num_threads(1)
     compose_config("pretraining", [])
     # Counting FLOPs would take as long as the run, and no fault depends on the count.

@@ -19,7 +19,7 @@ ROWS = {"a": "skip, soap", "d": "skipless, soap"}
 
 
 def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
-    """Return a published table to which our scores are added.
+    """Return a published table with our scores added.
 
     Args:
         store: Store that contains our scores.

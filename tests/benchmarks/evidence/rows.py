@@ -144,7 +144,7 @@ def names_of(row: str, arms: Collection[str]) -> list[str]:
 
 
 def reported_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of the runs of some variants whose scores are reported.
+    """Return the names of the runs whose scores are reported for some training variants.
 
     Runs that only serve to choose a learning rate are left out. `row` is the name of the
     experiment, and `arms` has the names of the variants.

@@ -49,7 +49,7 @@ class Verdict:
 
     Attributes:
         word: The verdict: "supported", "refuted" or "undecided".
-        ours: Mean score over the seeds of each variant of the training run, by the variant's name.
+        ours: Mean score over seeds, by the name of the training variant.
         seeds: Number of seeds.
         hours: Core hours of all runs together.
     """
@@ -82,7 +82,7 @@ class Contrast:
         return Measurement(self.text, fmean(values), over_seeds(values), over_images)
 
     def _over_images(self, row: str, runs: Runs) -> Interval | None:
-        """Return the bootstrap interval over images for one experiment.
+        """Return the bootstrap confidence interval, over images, of this weighted sum of scores.
 
         Return None if a run lacks per-image results. `row` is the name of the experiment.
         """
@@ -134,13 +134,13 @@ class Above:
 class Outside:
     """A rule for claims that one training variant is clearly the worst of its group.
 
-    The claim is supported if, in every group, its mean score is the lowest and lies below the
-    confidence interval over seeds of the variant `near`. Otherwise it is refuted, or undecided if
-    `near` has no interval.
+    The claim is supported if, in every group, the mean score of the variant `last` is the lowest
+    and lies below the confidence interval over seeds of the variant `near`. Otherwise it is
+    refuted, or undecided if `near` has no interval.
 
     Attributes:
-        groups: Names of training variants in each group: (others, near, last). `last` is the
-            variant that should be worst, and `near` is one of `others`.
+        groups: Names of training variants in each group: (others, near, last). `near` is one of
+            `others`.
     """
 
     groups: Sequence[tuple[Sequence[str], str, str]]
@@ -173,8 +173,7 @@ class SameBest:
     options are best, the claim is undecided.
 
     Attributes:
-        groups: One dictionary for each group, from each option to the training variant that uses
-            it.
+        groups: For each group, a dictionary from option to the training variant with this option.
     """
 
     groups: Sequence[Mapping[str, str]]
@@ -231,13 +230,13 @@ class Small:
 
 @dataclass(frozen=True)
 class Apart:
-    """A rule for claims that in some training variant, the patches of an image stay different.
+    """A rule for claims that the patches of an image stay different in at least one variant.
 
     This variant must also train at least as well as the variant `plain`. If no variant fulfils both
     conditions, the claim is refuted.
 
     Attributes:
-        plain: Name of a variant, whose last loss must not be exceeded.
+        plain: Name of the training variant whose last loss must not be exceeded.
         merged: Limit in percent. In every block, fewer patches than this must be nearly equal to
             the mean patch of their image.
     """
@@ -269,7 +268,7 @@ class Claim:
         name: Name of the claim. It ends in a letter if an experiment tests several claims.
         row: Name of the experiment.
         comparison: What is compared, as a phrase.
-        published: Where papers state a value: name of the table, row and column for each value.
+        published: Table, row and column of each value that papers state.
         statement: The claim, as a clause.
         refutation: The outcome that would refute the claim, as a sentence.
         rule: The rule that computes the verdict.
@@ -400,11 +399,10 @@ def first_run(row: str, arm: str, runs: Runs) -> Run:
 
 
 def able_starts(row: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Return the runs of an experiment whose last loss is at most that of the variant `plain`.
+    """Return the runs whose last loss is at most that of the variant `plain`.
 
-    Only the first runs are compared, in which each variant of the experiment `row` tries its only
-    learning rate. The most different patches come first: the runs are sorted by the mean cosine
-    between a patch and the mean patch of its image.
+    Each variant in the experiment `row` must have tried exactly one learning rate. The runs are
+    sorted by the mean cosine between a patch and the mean patch of its image, lowest first.
     """
     first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
     bound = first[plain]["loss"][-1]
