@@ -185,7 +185,7 @@ class ChunkWithReplacements(NamedTuple):
 
 @lru_cache(maxsize=2)
 def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
-    """Return the indices of all images in the random order in which an epoch uses them.
+    """Return the indices of all images in random order, for one epoch.
 
     An epoch consists of complete batches only, so it may leave out the last images of this order.
     """

@@ -436,7 +436,7 @@ def compute_logits(
 
 
 def _product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which autocast would compute a matrix product with this tensor."""
+    """Return the dtype that autocast would use for a matrix product with this tensor."""
     device = tensor.device.type
     # Tensors on the device "meta", which are used to count operations, have no autocast.
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

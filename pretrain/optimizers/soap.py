@@ -341,7 +341,7 @@ def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int)
     Args:
         parameter: The parameter.
         group: Its parameter group in the optimizer.
-        phase: Number of steps by which its refreshes take place earlier (`Stack.phases`).
+        phase: Its eigenbases are refreshed this number of steps earlier, to stagger refreshes.
     """
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     zeros = partial(torch.zeros, dtype=dtype, device=parameter.device)

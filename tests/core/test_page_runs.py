@@ -231,7 +231,7 @@ RUN_FOLDERS = ("runs/skip", "runs/skipless", "runs/skipless_soap", "runs/dct", "
 
 
 def create_inputs(folder: Path) -> None:
-    """Create the encoders and small datasets to which commands in the documentation refer."""
+    """Create the encoders and small datasets that commands in the documentation use."""
     for seed, run in enumerate(RUN_FOLDERS):
         for name, epoch in (("epoch0001", 1), ("epoch0002", 2), ("last", 3)):
             metadata = {"step": str(2 * epoch), "epoch": f"{epoch}.00"}

@@ -77,7 +77,7 @@ class Items(torch.utils.data.Dataset):
 
 
 class BrokenItems(Items):
-    """A PyTorch dataset of noise images, in which reading the second image fails."""
+    """A PyTorch dataset of noise images that raises an error when the second image is read."""
 
     def __getitem__(self, index):
         if index == 1:

@@ -30,7 +30,7 @@ from tests.support.foreign_weights import assert_same_weights, normalise, timm_m
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a weights file that does not state the mean with which images are normalised."""
+    """Return a weights file that does not state how images are normalised."""
     path = tmp_path_factory.mktemp("weights") / "mine.pth"
     torch.save(timm_model().state_dict(), path)
     return path

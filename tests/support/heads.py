@@ -41,8 +41,8 @@ def classification(
 ) -> LinearClassification:
     """Return a linear classification probe.
 
-    `training` is the name of the training method. `defaults` contains values of fields, of which
-    unknown ones are ignored. `changes` contains values of fields that must exist.
+    `training` is the name of the training method. `defaults` and `changes` contain values of
+    fields. Unknown fields are ignored in `defaults`, and are an error in `changes`.
     """
     return _build(LinearClassification, {"training": training}, defaults or {}, changes)
 

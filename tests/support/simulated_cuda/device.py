@@ -492,7 +492,7 @@ def _misplaced_tensors(
 
 
 def _place_results(result: Any, sources: Sequence[Any], places: Sequence[Place]) -> None:
-    """Record in which simulated memory the new tensors in an operator's result are stored.
+    """Record the simulated memory of each new tensor in an operator's result.
 
     Views are skipped, because they share the storage of an argument.
 
@@ -557,7 +557,7 @@ def _call(func: Callable, args: Arguments, options: Options) -> Any:
 
 
 def _create(func: Callable, args: Arguments, options: Options, place: Place) -> Any:
-    """Call a function that creates a tensor, and record in which memory (`place`) the tensor is."""
+    """Call a function that creates a tensor, and record that it is in the memory `place`."""
     _check_generator(func, options, place)
     pinned = options.pop("pin_memory", False)
     if func in _CARRY_VALUES and (result := _upload_values(args, options, place)) is not None:
