@@ -71,15 +71,15 @@ class BatchChunks(Dataset[Any]):
         images: Training images.
         cut: Function that returns the crops of images, given the images and one random generator
             for each.
-        batch_size: Number of images in an optimizer step, over all processes. Each repeat of an
-            image counts.
+        batch_size: Number of images in an optimizer step, over all processes. An image that occurs
+            several times in the step counts several times.
         seed: Seed of the run.
         num_micro_batches: Number of micro-batches that each process computes in a step.
         rank: Rank of this process.
         num_ranks: Number of processes that share a batch.
         repeats: Number of times that an image occurs in an epoch, each time with other crops. The
-            repeats of an image are consecutive. The number of steps in an epoch does not change, so
-            each epoch draws another subset of 1 / `repeats` of the images.
+            crops of an image are consecutive. The number of steps in an epoch does not change, so
+            an epoch uses only a random fraction 1 / `repeats` of the images.
         num_chunks: Number of chunks in a micro-batch. Their sizes differ by at most one image.
         image_ids: Ids of the images. If they are given, the next readable image replaces an image
             that cannot be read.
@@ -129,9 +129,10 @@ class BatchChunks(Dataset[Any]):
     def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
         """Return the images to crop for one micro-batch of this process, as (epoch, index, repeat).
 
-        A batch consists of the first micro-batch of every rank (process), then the second
-        micro-batch of every rank, and so on. The images of the whole batch do not depend on the
-        number of ranks and micro-batches.
+        `repeat` counts the earlier uses of the image in the same epoch. The order of images in a
+        batch is: the first micro-batch of every process, then the second one of every process, and
+        so on. The images of a whole batch do not depend on the numbers of processes and
+        micro-batches.
 
         Args:
             micro_batch: Number of the micro-batch, counted from 0 at the start of the run.
@@ -159,10 +160,10 @@ class BatchChunks(Dataset[Any]):
 
 
 class SampleKey(NamedTuple):
-    """Key of one use of an image in training: the epoch, the index of the image, and the repeat.
+    """The epoch, the image and the number of earlier uses of this image in the same epoch.
 
-    The repeat distinguishes the uses of an image in the same epoch. All three numbers are counted
-    from 0.
+    These three numbers identify one use of an image in training. `index` is the position of the
+    image in the dataset, and `repeat` the number of earlier uses. All of them are counted from 0.
     """
 
     epoch: int
@@ -171,10 +172,10 @@ class SampleKey(NamedTuple):
 
 
 class ChunkWithReplacements(NamedTuple):
-    """A chunk (part of a micro-batch) in which other images have replaced unreadable ones.
+    """The crops of a chunk (part of a micro-batch) after unreadable images have been replaced.
 
     Attributes:
-        crops: Crops of the chunk, as `BatchChunks.cut` returns them.
+        crops: The crops, in the form in which the view maker of the run returns them.
         left_out: Dataset indices of the unreadable images.
     """
 
@@ -184,7 +185,7 @@ class ChunkWithReplacements(NamedTuple):
 
 @lru_cache(maxsize=2)
 def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
-    """Return the indices of all images in the random order in which an epoch uses them.
+    """Return the indices of all images in random order, for one epoch.
 
     An epoch consists of complete batches only, so it may leave out the last images of this order.
     """
@@ -345,8 +346,8 @@ def load_chunks(
 ) -> Generator[Any, None, None]:
     """Load the crops of some micro-batches with data workers, and yield them in order.
 
-    Each yielded value is a chunk, an item of `BatchChunks`. If a data worker dies, the last value
-    is a `MachineError`. Closing the generator ends all data workers.
+    A yielded value contains the crops of one chunk (part of a micro-batch). If a data worker dies,
+    the last value is a `MachineError`. Closing the generator ends all data workers.
 
     Args:
         batches: The dataset. `workers.num_chunks` replaces its own `num_chunks`.
@@ -392,7 +393,7 @@ def load_chunks(
 
 @contextmanager
 def _postpone_worker_deaths() -> Generator[None]:
-    """Inside a `with` block, report a dead data worker only while the process waits for a chunk.
+    """Inside a `with` block, report that a data worker has died only while waiting for its data.
 
     The signal handler of torch raises an error as soon as a data worker dies, even in the middle of
     an optimizer step. This function restores the default handler. The loader then checks its data

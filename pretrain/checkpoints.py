@@ -8,10 +8,10 @@ Each checkpoint is written in this order:
 4. `last.safetensors`: the encoder. `last.safetensors.sha256` contains its SHA-256.
 
 Each file appears complete or not at all, so at least one usable state remains if the process is
-killed or the disk is full. If the process is killed before step 2, this is the old `state.pt`. If
-it is killed later, this is the new state, under one of its two names. `load_state` finds the newest
-complete state. If the process is killed after step 3, `last.safetensors` may be older than the
-state. After the last step of the run, `state.previous.pt` is deleted.
+killed or the disk is full. If the process is killed before step 2, the old `state.pt` remains. If
+it is killed later, the new state remains, as `state.new.pt` or `state.pt`. `load_state` finds the
+newest complete state. If the process is killed after step 3, `last.safetensors` may be older than
+the state. After the last step of the run, `state.previous.pt` is deleted.
 
 `epochNNNN.safetensors` contains the encoder after epoch NNNN, for the epochs that
 `train.keep_epochs` and `train.keep_every` select. `pretrain/train.py` writes the other files:
@@ -126,8 +126,8 @@ class Saver:
     def submit(self, name: str, work: Callable[[], None]) -> None:
         """Queue a job for the background thread, which runs jobs one after the other.
 
-        A job of the same name that has not started is cancelled. If the disk is slow, only the
-        newest of several waiting states is therefore written.
+        If a job of the same name is still waiting, it is cancelled. A slow disk therefore writes
+        only the newest state, not all states that have been queued.
 
         Args:
             name: Name of the file that the job writes.

@@ -80,10 +80,10 @@ class TrainingRanks:
     def raise_on_all(self, error: Exception | None = None) -> None:
         """Raise an error in all processes if at least one process calls this with an error.
 
-        All processes must call this method the same number of times. If there are several
-        processes, the raised error has `is_raised_on_all_ranks = True`. If it is passed to this
-        method again, it is raised without communication, because every process already has an
-        error. This also holds for a `LostProcess`, because communication is no longer possible.
+        All processes must call this method the same number of times, because they exchange their
+        errors. Two kinds of errors are raised at once, without an exchange: a `LostProcess`,
+        because communication is no longer possible, and an error that this method has already
+        raised in all processes (its attribute `is_raised_on_all_ranks` is true).
 
         Args:
             error: Error of this process, or None.

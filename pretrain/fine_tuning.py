@@ -37,7 +37,7 @@ def load_initial_weights(
     Args:
         address: Address of the checkpoint, in the form that `load_encoder` accepts.
         encoders: Encoders of the run, such as a student and a teacher.
-        normalization: Mean and standard deviation with which the run normalises its images.
+        normalization: Mean and standard deviation that the run uses to normalise its images.
 
     Returns:
         The SHA-256 of the checkpoint.

@@ -139,11 +139,11 @@ class StepReporter:
             self._require_learning(row)
 
     def _require_learning(self, row: Mapping[str, Any]) -> None:
-        """Raise a ConfigurationError after too many consecutive steps of one of these two kinds.
+        """Raise a ConfigurationError if too many consecutive steps show no learning.
 
-        - The loss or the gradient is not finite (`train.non_finite_patience`).
-        - After the warm-up, the objective reports that the run does not learn
-          (`train.collapse_patience`).
+        There are two limits: `train.non_finite_patience` steps whose loss or gradient is not
+        finite, and `train.collapse_patience` steps after the warm-up in which the objective reports
+        a problem.
 
         Args:
             row: Row of the log for the last step.

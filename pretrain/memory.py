@@ -74,7 +74,8 @@ def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool
 
     Args:
         images: Number of images that one process computes in a step.
-        accumulation: Number of micro-batches with which memory has run out. It divides `images`.
+        accumulation: Current number of micro-batches, which needs too much memory. It divides
+            `images`.
         fits: Function that returns whether a micro-batch with this number of images fits into
             memory.
 

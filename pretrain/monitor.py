@@ -210,7 +210,7 @@ class Evaluator(PeriodicEvaluation):
         options: Options that determine which images are evaluated and after which epochs.
         learner: Networks of the run, which the evaluation does not change.
         timeline: Planned length of the run.
-        normalization: Mean and standard deviation with which the run normalises its images.
+        normalization: Mean and standard deviation that the run uses to normalise its images.
         train: Training images of the k-NN classifier.
         val: Validation images that are scored.
         all_val: All images of the validation split. `val` is a random subset of them.

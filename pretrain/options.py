@@ -177,8 +177,8 @@ class TrainOptions:
         warmup_epochs: Length of the learning rate's warm-up in epochs, which cannot exceed the run.
             The default is 10 epochs, but at most a tenth of the run.
         schedule: Schedule of the learning rate: "cosine" (a warm-up, then a cosine down to
-            `final_lr`), or "triangular" (`pretrain.schedules.Triangle`, without a warm-up and
-            `final_lr`).
+            `final_lr`), or "triangular" (a linear rise during the first two fifths of the run, then
+            a linear fall to 0).
         final_lr: Learning rate at the end of the cosine.
         layer_decay: Factor by which the learning rate decreases from each layer to the layer below,
             in (0, 1]. The head has the full learning rate. Common values for fine-tuning are 0.65
@@ -328,5 +328,5 @@ class TrainOptions:
         return self.precision == "bfloat16" or (self.precision == "auto" and device.type == "cuda")
 
     def uses_compile(self, device: torch.device) -> bool:
-        """Return whether torch.compile is used (see the attribute `compile`)."""
+        """Return whether torch.compile is used. By default, it is used only on CUDA."""
         return device.type == "cuda" if self.compile is None else self.compile

@@ -55,7 +55,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 class _ShapeOnlyResize(TorchDispatchMode):
-    """A torch dispatch mode in which a bicubic resize computes only the shape of its result.
+    """A torch dispatch mode that makes a bicubic resize compute only the shape of its result.
 
     Without this mode, torch computes all weights of the interpolation, even on the device "meta".
     """

@@ -129,8 +129,7 @@ def restore_progress(
         extend: Whether the run may be longer than the saved one.
 
     Raises:
-        CheckpointError: The step in the state is not a non-negative integer or exceeds the saved
-            run.
+        CheckpointError: The step in the state is not an integer, or is outside of the saved run.
         ConfigurationError: A setting that affects the weights has changed, or a step has used an
             image that has changed since. Or `extend` is true, and the run is not longer than the
             saved one.

@@ -3,11 +3,10 @@
 A run writes these files:
 
 - `config.yaml` before the first step, and again when unreadable images are left out.
-- After each step, one row of `log.jsonl`, with the measurements of the monitor (an evaluation of
-  the encoder) if they are due. Then `epochNNNN.safetensors` after the epochs of `train.keep_epochs`
-  and `train.keep_every`. Then a checkpoint every `train.checkpoint_minutes` and
-  `train.checkpoint_epochs`.
-- A checkpoint after the last step. `pretrain/checkpoints.py` describes its files.
+- One row of `log.jsonl` after each step. It contains an evaluation of the encoder if one is due.
+- `epochNNNN.safetensors` after the epochs that `train.keep_epochs` and `train.keep_every` select.
+- A checkpoint every `train.checkpoint_minutes` and `train.checkpoint_epochs`, and after the last
+  step. `pretrain/checkpoints.py` describes its files.
 
 These events end a run before its last step:
 
@@ -307,8 +306,8 @@ class Run:
     def _read_micro_batches(self) -> Generator[Any, None, None]:
         """Yield the cropped images of each remaining micro-batch.
 
-        If any process has an error, including one that `_postpone_errors` stored, all processes
-        raise an error here. Closing the generator ends the data workers.
+        If a process has an error, or has stored one since the last micro-batch, all processes raise
+        an error here. Closing the generator ends the data workers.
         """
         per_step, device = self.plan.train.accumulation, self.ranks.device
         remaining = range(self.progress.step * per_step, self.timeline.total_steps * per_step)
@@ -466,8 +465,8 @@ class Run:
 
         All processes must call this method together, because they exchange which unreadable images
         they have left out. The process of rank 0 copies the state to host memory and lets a thread
-        write it. With `wait`, it also waits until the files are written. Without `wait`, the
-        training loop finds an error of the disk after a later step, when it checks the saver.
+        write it. If `wait` is true, it waits until the files are written. Otherwise, an error of
+        the disk is raised after a later step.
         """
         log, progress = self.log, self.progress
         log.write_rows(everything=True)

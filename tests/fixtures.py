@@ -109,9 +109,9 @@ def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of an empty cache of file digests (content hashes), used by the suite.
+    """Create an empty cache of file hashes, which the suite then uses. Return its folder.
 
-    Digests are cached even if a file was changed less than two seconds ago.
+    Hashes are cached even if a file was changed less than two seconds ago.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fingerprints, "RACY_NS", 0)

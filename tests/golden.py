@@ -44,11 +44,10 @@ FEW = (
 
 
 def compute_values(folder: Path) -> dict[str, Any]:
-    """Run all commands in a folder, and return the numbers that they compute.
+    """Run all commands in a folder, and return the numbers that they compute, by name.
 
-    Returns:
-        The logged values of each training step, and hashes of each run's last weights. For each
-        record (stored score), its value and interval. All of them are in one dictionary.
+    These are the logged values of each training step, hashes of the last weights of each run, and
+    the value and interval of each stored score.
     """
     values: dict[str, Any] = {}
     photographs, runs = _save_photographs(folder / "photographs"), list[str]()

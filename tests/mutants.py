@@ -1,10 +1,10 @@
-"""Plant the faults listed in tests/mutants.yaml one at a time, and check that tests catch them.
+"""Add the bugs in tests/mutants.yaml to the code, one at a time, and check that a test finds each.
 
     python -m tests.mutants [NAME ...] [--jobs N]
 
-Each fault is planted in a temporary copy of the checkout. The checkout itself is not changed, so
-you can work in it, and stop the program at any time. The program prints a line for each fault and
-exits with 1 if any fault is not caught.
+Each bug ("fault") is added to a temporary copy of the checkout. The checkout itself is not changed,
+so you can work in it, and stop the program at any time. The program prints a line for each bug and
+exits with 1 if the tests miss one.
 """
 
 import argparse
@@ -42,7 +42,7 @@ FORK = mp.get_context("fork")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to plant in the code: in `file`, the first occurrence of `old` is replaced by `new`.
+    """A bug to add to the code: in `file`, the first occurrence of `old` is replaced by `new`.
 
     At least one of `tests` must then fail.
     """
@@ -54,7 +54,7 @@ class Fault:
     tests: list[str]
 
     def plant(self, tree: Path) -> bool:
-        """Plant the fault in a copy of the checkout. Return whether the file contains `old`."""
+        """Add the bug to a copy of the checkout. Return whether the file contains `old`."""
         path = tree / self.file
         # The file is a hard link, so writing to it would change the other copies.
         text = path.read_text()
@@ -133,12 +133,12 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
-    """Plant a fault in a copy of the checkout and run its tests. Return the outcome as text.
+    """Add a bug to a copy of the checkout and run its tests. Return the outcome as text.
 
     Args:
-        fault: The fault.
-        original: A copy of the checkout without any fault.
-        passing: Tests that are known to pass without any fault. Further such tests are added.
+        fault: The bug.
+        original: A copy of the checkout without any added bug.
+        passing: Tests that are known to pass without the bug. Further such tests are added.
     """
     tree = original.with_name(fault.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
@@ -158,9 +158,9 @@ def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
 
 
 def check_faults(faults: Sequence[Fault], original: Path) -> None:
-    """Check faults and print a line for each. Exit with 1 if any fault is not caught by a test.
+    """Run the tests for each bug in `faults`, and print a line for each.
 
-    `original` is a copy of the checkout without any fault.
+    Exit with 1 if the tests miss a bug. `original` is a copy of the checkout without any added bug.
     """
     passing: set[str] = set()
     results = []

@@ -102,10 +102,10 @@ def _change_colours_on_cpu(
 def _change_colours_on_gpu(
     pixels: UInt8[Tensor, "views 3 height width"], params: AugmentationParams
 ) -> Images:
-    """Apply flip, colour jitter and conversion to grey, each computed for all views.
+    """Apply flip, colour jitter and conversion to grey to the views that need them.
 
-    The results are used only for the views that need them. Computing an operation only for these
-    views would launch many small kernels, which takes longer.
+    Each operation is computed for all views, and the result is then discarded where it is not
+    needed. Computing it only for some views would launch many small kernels, which takes longer.
     """
     names = ("flip", "jitter", "order", "factors", "grey")
     flip, wanted, order, factors, grey = (
@@ -144,7 +144,7 @@ def jitter_all(
         images: Images with values in [0, 1].
         wanted: Whether each view is changed.
         kind: Kind of jitter for each view: BRIGHTNESS, CONTRAST, SATURATION or HUE.
-        factor: Strength of the jitter for each view, as in `AugmentationParams`.
+        factor: Strength of the jitter for each view. 0 for HUE, or 1 otherwise, changes nothing.
     """
     is_hue, wanted = (views[:, None, None, None] for views in (kind == HUE, wanted))
     changed = torch.where(is_hue, shift_hue(images, factor), blend(images, kind, factor))
@@ -162,9 +162,9 @@ def jitter(
     Args:
         images: Images with values in [0, 1].
         wanted: Whether each view is changed.
-        order: Order of the jitters for each view, as in `AugmentationParams`. It has four columns,
-            or three if HUE is left out.
-        factors: Strength of the jitters, as in `AugmentationParams`.
+        order: Numbers of the jitters (BRIGHTNESS = 0, CONTRAST = 1, SATURATION = 2, HUE = 3) for
+            each view, in the order in which they are applied. HUE may be left out.
+        factors: Strength of the jitters. 0 for HUE, or 1 for another jitter, changes nothing.
     """
     for kind, factor in zip(order.T, factors.gather(1, order).T, strict=True):
         is_hue = kind == HUE
@@ -230,7 +230,7 @@ def shift_hue(images: Images, shift: Float[Tensor, " views"]) -> Images:
 
 
 def to_grey(images: Images) -> Float[Tensor, "views 1 height width"]:
-    """Convert RGB images to greyscale, as luma by ITU-R 601-2."""
+    """Convert RGB images to greyscale with the weights of ITU-R 601-2 for red, green and blue."""
     red, green, blue = images.split(1, dim=1)
     return _GREY_WEIGHTS[0] * red + _GREY_WEIGHTS[1] * green + _GREY_WEIGHTS[2] * blue
 

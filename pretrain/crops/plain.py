@@ -30,11 +30,9 @@ Generators = Iterable[np.random.Generator]
 class ViewMaker(ABC):
     """Base class of view makers, which turn images into views (such as random crops) for training.
 
-    `cut` runs on the CPU in data workers, and `finish` on the device.
-
-    A DataLoader transfers the result of `cut`. It turns tuples into lists, and calls the method
-    `pin_memory` of other objects. The result must therefore be a tensor, a list of tensors, or an
-    object with this method, such as `LabelledCrops`.
+    `cut` runs on the CPU in data workers, and `finish` on the device. In between, a DataLoader
+    copies the crops to pinned memory. It turns tuples into lists, and objects need the method
+    `pin_memory`, which `LabelledCrops` has.
     """
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:

@@ -61,8 +61,7 @@ def _make_signed_operation(largest: float, center: float = 0.0) -> tuple[_Argume
     """Describe a RandAugment operation whose argument is center + largest * level.
 
     Returns:
-        An entry of `OPERATIONS`: the function that computes the argument from the level, and True,
-        because the level is negated with probability 0.5.
+        The function from level to argument, and True: the level is negated with probability 0.5.
     """
     return lambda level: center + largest * level, True
 
@@ -161,8 +160,8 @@ class SingleCrop(ViewMaker):
             these recipes.
         cutout: Side length in pixels of a square that is filled with the mean colour, or 0 for no
             Cutout. The center of the square may be anywhere in the crop.
-        erasing_probability: Probability that a rectangle is filled with noise. `draw_rectangle`
-            describes its size.
+        erasing_probability: Probability that a rectangle is filled with noise. Its area is between
+            2 % and a third of the crop.
         mixup: Parameter a of the distribution Beta(a, a) from which mixup draws weights, or 0 for
             no mixup.
         cutmix: Parameter a of the distribution Beta(a, a) from which CutMix draws the fraction of

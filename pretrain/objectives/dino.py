@@ -366,15 +366,14 @@ class _CrossView(torch.autograd.Function):
             return directions[chunk] * inverse_norm, inverse_norm
 
         def compare(unit: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-            """Compute the logits and targets of all views for one chunk of prototypes.
+            """Compute the student's logits and the targets for one chunk of prototypes.
 
             `unit` contains the normalised directions of these prototypes.
 
             Returns:
                 The prototypes, divided by the student's temperature. The student's logits for all
-                views. The targets of the two global views: the target of a global view is the
-                teacher's output for the other one. The target of every local view is the mean of
-                these two targets.
+                views. The targets for the two global views, where the target for one view is what
+                the teacher outputs for the other.
             """
             weights = (unit * (lengths[chunk] / temperature)).to(student.dtype)
             logits = compute_logits(student, weights).to(targets.dtype)
@@ -437,7 +436,7 @@ def compute_logits(
 
 
 def _product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which autocast would compute a matrix product with this tensor."""
+    """Return the dtype that autocast would use for a matrix product with this tensor."""
     device = tensor.device.type
     # Tensors on the device "meta", which are used to count operations, have no autocast.
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

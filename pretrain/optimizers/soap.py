@@ -141,8 +141,8 @@ class SOAP(torch.optim.Optimizer):
         """Increase the step counts of the parameters, and return the scalar factors of this step.
 
         If a gradient is not finite, the gradient scaler has set the attribute `found_inf` to 1. The
-        step is then also counted as skipped. Parameters with their first gradient are an exception,
-        because this step does not update them anyway.
+        step is then also counted as skipped, except for parameters with their first gradient, which
+        this step does not update anyway.
         """
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
@@ -178,7 +178,7 @@ class SOAP(torch.optim.Optimizer):
                     )
 
     def _update_stacks(self) -> None:
-        """Stack the parameters again if other parameters have a gradient than in the last step."""
+        """Stack the parameters again if the set of parameters with a gradient has changed."""
         active = [
             [id(p) for p in group["params"] if p.grad is not None] for group in self.param_groups
         ]
@@ -201,8 +201,9 @@ class SOAP(torch.optim.Optimizer):
 
         Args:
             group: Parameter group of the optimizer.
-            skipped_by_step: Number of skipped steps for each step count, as a scalar on the device.
-                Stacks with the same step count share it. New step counts are added.
+            skipped_by_step: Number of skipped steps, as a scalar on the device, by step count.
+                Stacks with the same step count share this scalar. This function adds missing step
+                counts.
         """
         stackable: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for p in group["params"]:
@@ -242,9 +243,9 @@ class Stack:
         index: Index of the stack within its group.
         exp_avg: Mean gradient in the eigenbases.
         exp_avg_sq: Mean squared gradient in the eigenbases.
-        statistics: Moving average of g @ g.T for each mode, where g is the gradient unfolded along
-            this mode.
-        bases: Eigenvectors of the statistics of each mode, as columns.
+        statistics: Moving average of g @ g.T for each axis of the parameters, where g is the
+            gradient, unfolded along this axis.
+        bases: Eigenvectors of the statistics for each axis, as columns.
     """
 
     parameters: list[nn.Parameter]
@@ -340,7 +341,7 @@ def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int)
     Args:
         parameter: The parameter.
         group: Its parameter group in the optimizer.
-        phase: Number of steps by which its refreshes take place earlier (`Stack.phases`).
+        phase: Its eigenbases are refreshed this number of steps earlier, to stagger refreshes.
     """
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     zeros = partial(torch.zeros, dtype=dtype, device=parameter.device)
@@ -565,8 +566,8 @@ def orthonormalise(
         matrices: Square matrices.
         fallback: Result for a matrix whose decomposition fails on a GPU.
         rank_offset: Number that is added to the rank of each process before the matrices are
-            divided among processes. If there are fewer matrices than processes, only some processes
-            have work. With another offset, these are other processes.
+            divided among processes. If there are few matrices, only some processes have work, and
+            the offset determines which.
         shard: Whether each process decomposes only some of the matrices. Otherwise, each process
             decomposes all of them, and the result of the first process is used.
     """

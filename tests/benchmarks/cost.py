@@ -108,7 +108,7 @@ def read_measurements() -> dict[str, Any]:
 
 
 def probe_page(root: Path, task: str) -> str:
-    """Return the Markdown page of a probe, with a new last section about its cost."""
+    """Return the Markdown page of a probe, with new measurements in its section about cost."""
     page = (root / f"docs/probes/{task}.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## Cost\n")
     measured = read_measurements()

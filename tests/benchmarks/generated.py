@@ -65,9 +65,9 @@ def _by_document(name: str, function: str) -> Generator:
 
 
 def _records(folder: str, title: str) -> Generator:
-    """Return a function that generates a page with all tables of the records in a folder.
+    """Return a function that generates a page with tables of all scores stored in a folder.
 
-    A record is a stored score. `folder` is relative to results/.
+    `folder` is relative to results/.
     """
 
     def generate_page(root: Path) -> str:

@@ -59,9 +59,9 @@ def run(data: Path, out: Path, uri: str) -> None:
 def measure(records: list[Record]) -> list[dict[str, Any]]:
     """Return how much each score changes in float16 and bfloat16, compared with float32.
 
-    There is a row for each task, dataset, facet (kind of feature) and metric. It has the change of
-    largest magnitude and the mean change over all blocks. Only percentages are measured, because
-    other scores have different units.
+    There is a row for each task, dataset, facet (kind of feature) and metric. A row contains the
+    largest change in either direction and the mean change over all blocks. Only percentages are
+    measured, because other scores have different units.
     """
     scores: dict[tuple[str, ...], dict[int, dict[str, Record]]] = defaultdict(dict)
     for record in records:

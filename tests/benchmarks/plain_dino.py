@@ -26,7 +26,7 @@ from ssl_bench.models.vit import Attention, Block
 
 
 class PlainDino:
-    """DINO training as in the official code, starting from the weights of our `DinoLearner`."""
+    """DINO training as in the official code, with the initial weights of our `DinoLearner`."""
 
     def __init__(self, learner: DinoLearner, device: torch.device, *, fused_attention: bool):
         self.options: Dino = learner.options

@@ -163,7 +163,7 @@ def plain(setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]
 def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
     """Measure training steps of a plain loop in PyTorch, and of this suite with several options.
 
-    The loops run in turn, each of them `turns` times. Return one table row for each loop.
+    The loops take turns, and each of them has `turns` turns. Return one table row for each loop.
     """
     groups = setting.groups()
     adamw, trainer = ours(setting, AdamW(), groups)

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.tokencut
 
-For each number of tokens, the program prints the CPU time of both solvers with one thread. It also
-prints for how many graphs both solvers give the same bipartition, and the peak memory without the
-features. With `--tokens 196,1200,4800`, it takes a minute and a half longer.
+For each number of tokens, the program prints the CPU time of both solvers with one thread, their
+peak memory (not counting the features), and for how many graphs they give the same bipartition.
+With `--tokens 196,1200,4800`, it takes a minute and a half longer.
 """
 
 import os

@@ -190,7 +190,7 @@ def can_be_typed(words: Sequence[str]) -> bool:
 def is_accepted(words: Sequence[str]) -> bool:
     """Return whether a command is valid.
 
-    The parser must accept its flags, and its settings must be valid for some choice of components.
+    Its flags must exist, and its settings must be valid for some choice of probe, dataset or model.
     """
     try:
         options, settings = build_parser().parse_known_args(list(words))
@@ -230,8 +230,7 @@ def is_composed(root: str, settings: tuple[str, ...]) -> bool:
 def component_choices(root: str) -> list[tuple[str, ...]]:
     """Return choices of components, such as ("model=vit",), that together have every config key.
 
-    Most keys exist only if a certain component is chosen. `root` is the kind of the configuration,
-    "probing" or "pretraining".
+    Most keys exist only if a certain component is chosen. `root` is "probing" or "pretraining".
     """
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")
@@ -312,9 +311,10 @@ ADVICE = re.compile(
 
 
 def find_advice(path: Path) -> Iterator[str]:
-    """Yield the location of each error whose message gives advice, although it has no hint.
+    """Yield the location of each error in a Python file that gives advice only in its message.
 
-    Advice follows a semicolon in the message. It should be passed as the error's hint instead.
+    Such an error has text like "use X" after a semicolon, and no argument `hint`. The advice should
+    be passed as `hint` instead.
     """
     for node in ast.walk(ast.parse(path.read_text())):
         if (

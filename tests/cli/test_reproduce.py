@@ -51,7 +51,7 @@ def plan_of(name: str, *overrides: str, **options) -> Plan:
 
 
 def command_lines(plan: Plan, *, of_runs: bool) -> list[str]:
-    """Return a plan's training commands, or its other commands if `of_runs` is false."""
+    """Return the training commands of a plan, or all its other commands if `of_runs` is false."""
     return [" ".join(step.words) for step in plan.steps if step.is_training == of_runs]
 
 
@@ -315,8 +315,8 @@ def simulate_steps(plan: Plan, endings) -> dict[str, tuple[str, int]]:
 
     Args:
         plan: The commands with which `reproduce` fills a published table.
-        endings: Training runs that do not finish, by name. The value is the error that the run
-            raises. None means that the run ends early without an error.
+        endings: Names of training runs that do not finish. The value is the error that a run
+            raises, or None if it ends early without an error.
 
     Returns:
         The state and the exit code of each step, by its title.
@@ -387,7 +387,7 @@ TINY_COPYING = (
 def reproduced(tmp_path, monkeypatch, capsys):
     """Return a function that runs `reproduce --run` on a published table.
 
-    That function returns our scores in each row of the printed table, by the name of the row.
+    The function returns our scores in the printed table, by the name of the table row.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -410,8 +410,7 @@ def reproduced(tmp_path, monkeypatch, capsys):
 def six_classes(name: str) -> str:
     """Save images of six classes, because top-5 accuracy needs more than five classes.
 
-    Returns:
-        The setting `data.root=FOLDER` for these images.
+    Return the setting `data.root=FOLDER` for these images.
     """
     for number, (split, kind, image) in enumerate(product(("train", "val"), "abcdef", "12")):
         path = Path(name, split, kind, f"{image}.png")

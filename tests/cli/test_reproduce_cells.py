@@ -124,9 +124,9 @@ def save_records(
     out: Path, address: str | Path, task: str, dataset: str, cells: Sequence[tuple[int, str, str]],
     **more: Any,
 ) -> None:  # fmt: skip
-    """Save a made-up record (stored score) for each result of a probe.
+    """Save a made-up score for each result of a probe, in the format of the suite's records.
 
-    For metrics that have per-image values, values of ten images are saved as well.
+    Some metrics have a value per image. For these, the values of ten images are saved as well.
 
     Args:
         out: Results folder.
@@ -191,8 +191,8 @@ def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: An
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
     """Yield the row and the column of each table cell that `reproduce` must fill with a score.
 
-    Some columns have supervised scores or differences between scores. In these columns, a score is
-    expected only if the row's run was trained on the column's dataset.
+    In columns with supervised scores or differences of scores, only those rows are included whose
+    run was trained on the dataset of the column.
     """
     runs = experiments()
     for row, address in table.runs.items():
@@ -205,7 +205,7 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
 def tables_with_slow_marks() -> Iterator[Any]:
     """Yield all published tables as test parameters.
 
-    A table is marked as slow if earlier tables already have all of its tasks and metrics.
+    A table is marked as slow if earlier tables already test all of its tasks and metrics.
     """
     seen = set[tuple[str, str]]()
     for table in load_published_tables():

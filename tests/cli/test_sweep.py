@@ -240,15 +240,14 @@ def test_killed_sweeps_compute_only_pending_results_when_restarted(workdir):
 
 
 def record_times() -> dict[Path, int]:
-    """Return the time (ns) at which each record file was last written, by path."""
+    """Return the time (ns) at which each file of stored scores was last written, by path."""
     return {path: path.stat().st_mtime_ns for path in Path("results/records").rglob("*.json")}
 
 
 def values(out: str) -> dict:
-    """Return the value of each record (stored score) in a results folder, by its key.
+    """Return the value of each score stored in a results folder, by its key.
 
-    The key of a record states the encoder, task, dataset, block and settings. Fail if a file is
-    unreadable.
+    The key states the encoder, task, dataset, block and settings. Fail if a file is unreadable.
     """
     store = ResultStore(Path(out))
     found = {record.key(): record.value for record in store.records()}

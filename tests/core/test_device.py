@@ -160,7 +160,7 @@ def test_factors_and_result_are_rounded_to_bfloat16(monkeypatch):
 
 
 class ProductDtypes(TorchDispatchMode):
-    """A dispatch mode that collects the dtypes in which matrix products are computed."""
+    """A dispatch mode that collects the dtypes of all matrix products."""
 
     def __init__(self):
         super().__init__()

@@ -134,8 +134,7 @@ def test_the_figures_of_pages_are_up_to_date(tmp_path, monkeypatch):
 def mean_difference(*files: Path) -> float:
     """Return the mean absolute difference between the pixel values of two images.
 
-    Even for two drawings of the same figure, it may be above 0, because fonts differ slightly
-    between machines.
+    Two drawings of the same figure may differ slightly, because fonts depend on the machine.
     """
     new, kept = (np.asarray(Image.open(file).convert("RGB"), dtype=float) for file in files)
     assert new.shape == kept.shape

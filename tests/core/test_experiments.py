@@ -28,10 +28,9 @@ RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.
 
 @cache
 def experiment(name, *overrides) -> Pretraining:
-    """Return the configuration of a paper's training run, with overrides.
+    """Return the configuration of a paper's training run, with config overrides.
 
-    It is composed from the run's recipe (a config file) and from the settings that the run changes.
-    This is faster than composing it with `experiment=NAME`.
+    The argument `experiment=NAME` gives the same configuration, but composing it takes longer.
     """
     run = RUNS[name]
     changes = (f"{key}={json.dumps(value)}" for key, value in run.changes.items())

@@ -315,9 +315,9 @@ def test_invalid_layers_are_refused(layers):
 
 @pytest.fixture
 def limited_encoder():
-    """Yield an encoder that runs out of memory if a batch has more than two images, and a list.
+    """Yield an encoder that runs out of memory if a batch has more than two images.
 
-    The encoder appends the size of each batch to the list.
+    Also yield a list to which the encoder appends the size of each batch.
     """
     encoder, batch_sizes = ours(), []
 

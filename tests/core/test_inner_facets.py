@@ -100,9 +100,9 @@ def test_the_skips_of_timm_add_up_the_inner_facets(kind):
 
 
 class Wrapped(nn.Module):
-    """A transformer block that also passes its output to the module `shown`, `times` times.
+    """A transformer block that also calls the module `shown` with its output, `times` times.
 
-    The results of `shown` are discarded.
+    The return values of `shown` are discarded.
     """
 
     def __init__(self, block: nn.Module, shown: nn.Module, times: int) -> None:
@@ -117,10 +117,7 @@ class Wrapped(nn.Module):
 
 
 def encoder_calling(shown: nn.Module, times: int = 1) -> Encoder:
-    """Return an encoder whose last block also passes its output to the module `shown`.
-
-    The block calls `shown` `times` times.
-    """
+    """Return an encoder whose last block also calls the module `shown` with its output."""
     encoder = ours()
     blocks: Any = encoder.module.get_submodule("blocks")
     blocks[1] = Wrapped(blocks[1], shown, times)
@@ -139,7 +136,7 @@ class Apply(nn.Module):
 
 
 class AddsInPlace(Wrapped):
-    """A `Wrapped` block that adds 1 to its output in place, after `shown` has received it."""
+    """A block that calls `shown` with its output, and then adds 1 to this output in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).add_(1)

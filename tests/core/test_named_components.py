@@ -122,9 +122,9 @@ PRESETS = [
 
 
 def preset(task: str, protocol: str, *overrides: str) -> Any:
-    """Return the probe that the command line builds for a task, a protocol and config overrides.
+    """Return the probe that the command line builds for a task and a protocol (a named preset).
 
-    A protocol is a preset of settings.
+    `overrides` are config overrides that change single settings of the protocol.
     """
     key = protocol_group(task) if choices(protocol_group(task)) else "probe.protocol"
     words = [f"probe={task}", f"{key}={protocol}", *overrides]

@@ -22,9 +22,9 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 def record_products(monkeypatch) -> list[int]:
-    """Return a list of numbers of queries. Each search by matrix products appends a number to it.
+    """Record how many queries each nearest-neighbour search by matrix products has.
 
-    A search by matrix products multiplies its queries by all stored vectors.
+    Return the list to which each search appends its number of queries.
     """
     rows, whole = [], neighbours._nearest_by_product
 

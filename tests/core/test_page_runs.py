@@ -71,7 +71,7 @@ FIRST_CONDITIONING = [
 
 @pytest.fixture(scope="module")
 def few_scenes() -> Iterator[None]:
-    """Make the toy datasets repeat eight generated images, so that each is drawn only once."""
+    """Let the generated toy datasets consist of only eight different images, to save time."""
     paint = cache(Painter.paint_scene)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +81,10 @@ def few_scenes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prepared(few_scenes, tmp_path_factory) -> Path:
-    """Create the input files of all commands, and records of two encoders. Return their folder."""
+    """Create the files that commands of the pages need, and scores of two encoders.
+
+    Return their folder.
+    """
     folder = tmp_path_factory.mktemp("prepared")
     create_inputs(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +115,7 @@ def run_command(shown: PageCommand, folder: Path) -> str:
 
     Args:
         shown: The command as the page shows it.
-        folder: Folder with the input files from `create_inputs`.
+        folder: Folder with the small encoders and datasets that the command uses.
     """
     words = shorten(shown.suite, folder)
     copy_records(words)
@@ -128,9 +131,9 @@ def run_command(shown: PageCommand, folder: Path) -> str:
 
 
 def copy_records(words: list[str]) -> None:
-    """Copy records to the folder from which a `table`, `compare` or `report` command reads them.
+    """Copy scores to the results folder of a `table`, `compare` or `report` command.
 
-    Nothing is copied if the folder already has records.
+    Nothing is copied for other commands, or if the folder already contains scores.
     """
     out = Path(words[words.index("--out") + 1] if "--out" in words else "results")
     if words[0] in ("table", "compare", "report") and not (out / "records").exists():
@@ -157,7 +160,7 @@ LAYERS = {"11": "1", "0,5,-1": "0,-1", "3,7,11": "0,1", "2,5,8,11": "0,1"}
 def shorten(words: Sequence[str], folder: Path) -> list[str]:
     """Change a command of a documentation page so that it runs quickly.
 
-    The new command uses few blocks, small sizes, and the files from `create_inputs`.
+    The new command evaluates few blocks, and uses small sizes, encoders and datasets.
     """
     short = [re.sub(r"(^|=|,)/(?=data|photos|classes|shared)", rf"\1{folder}/", w) for w in words]
     names = ENCODERS | (RUNS if short[0] == "compare" else {})
@@ -228,7 +231,7 @@ RUN_FOLDERS = ("runs/skip", "runs/skipless", "runs/skipless_soap", "runs/dct", "
 
 
 def create_inputs(folder: Path) -> None:
-    """Create the encoders and small datasets to which commands in the documentation refer."""
+    """Create the encoders and small datasets that commands in the documentation use."""
     for seed, run in enumerate(RUN_FOLDERS):
         for name, epoch in (("epoch0001", 1), ("epoch0002", 2), ("last", 3)):
             metadata = {"step": str(2 * epoch), "epoch": f"{epoch}.00"}

@@ -68,7 +68,7 @@ def test_a_module_with_registers_but_without_cls_is_pooled():
 
 
 class _Attention(nn.Module):
-    """A block of a convolution with the attributes of an attention layer, which are not used."""
+    """A convolution that has the attributes of an attention layer, without using them."""
 
     def __init__(self, inside: int, outside: int, heads: Any, *, has_qkv: bool = True) -> None:
         super().__init__()

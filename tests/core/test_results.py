@@ -335,7 +335,7 @@ def test_reformatted_and_older_records_without_digests_are_read(tmp_path):
 
 
 def pack_records(folder: Path) -> ResultStore:
-    """Save three records with per-image values and image names, and pack them into one file."""
+    """Save three scores with per-image values and image names, and pack them into one file."""
     store, hits = ResultStore(folder), np.arange(8) < 4
     for layer in range(3):
         changed = replace(RECORD, layer=layer, num_images=8, value=50.0, ci95=None)
@@ -346,7 +346,7 @@ def pack_records(folder: Path) -> ResultStore:
 
 
 def contents(store: ResultStore) -> list:
-    """Return all that a result store contains: records, their per-image values and image names."""
+    """Return all that a results folder contains: scores, per-image values and image names."""
     records = store.records()
     images = [store.per_image(record) for record in records]
     assert store.damaged == []
@@ -435,7 +435,7 @@ def test_reordered_per_image_values_are_damaged(tmp_path):
 
 
 def encoder_records(count: int) -> list[Record]:
-    """Return records of two blocks for each of `count` encoders."""
+    """Return made-up scores of two blocks for each of `count` encoders, as records."""
     models = [f"encoder {number}" for number in range(count)]
     return [
         replace(RECORD, model=model, checkpoint_sha256=f"{number}" * 64, layer=layer, details={})

@@ -77,7 +77,7 @@ class Items(torch.utils.data.Dataset):
 
 
 class BrokenItems(Items):
-    """A PyTorch dataset whose second image cannot be read."""
+    """A PyTorch dataset of noise images that raises an error when the second image is read."""
 
     def __getitem__(self, index):
         if index == 1:
@@ -86,7 +86,7 @@ class BrokenItems(Items):
 
 
 class WithoutNames(torch.utils.data.Dataset):
-    """The items of another dataset, without the names of its classes."""
+    """A PyTorch dataset with the images and labels of another dataset, but without class names."""
 
     def __init__(self, items: Items) -> None:
         self.items = items

@@ -15,9 +15,10 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def find(tmp_path: Path):
-    """Return a function that creates empty image files and returns the image id for each line.
+    """Return a function that finds the images listed in a list file.
 
-    Its arguments are the lines of a list file and the names of the image files.
+    Its arguments are the lines of the file, and the names of image files to create first. It
+    returns the ids of the images.
     """
 
     def find(lines: list[str], *names: str, suffix: str = ".jpg") -> list[str]:

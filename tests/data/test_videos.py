@@ -57,7 +57,8 @@ def davis(root: Path, year: int, numbers: Mapping[int, int]) -> Path:
     Args:
         root: Folder of the dataset.
         year: Version of DAVIS, 2016 or 2017.
-        numbers: First row of each stripe in a mask, and the value of its pixels (see `write_mask`).
+        numbers: Masks consist of horizontal stripes. The first row of each stripe, and the value of
+            its pixels.
     """
     for video, count in (("cow", 4), ("bear", 3)):
         for frame in range(count):

@@ -30,10 +30,10 @@ THREE_BLOCKS = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads
 
 
 class Unit(NamedTuple):
-    """A repeated piece of work, such as a training step, whose waits for the device are counted.
+    """A unit of work, such as a training step, in which waits for the device are counted.
 
-    Two commands run different numbers of units. The second command's additional waits belong to its
-    additional units.
+    Two commands are run that differ only in the number of units. The second command has more units,
+    and waits more often. The difference is divided by the number of additional units.
 
     Attributes:
         arguments: Arguments that both commands share.
@@ -53,7 +53,7 @@ class Unit(NamedTuple):
 
 
 def step_of(objective: str, *options: str) -> Unit:
-    """Return a unit of work that consists of one training step of a pretraining objective.
+    """Describe a training step of a pretraining objective, so that its waits can be counted.
 
     The step includes reading and cropping images, and logging.
     """
@@ -72,10 +72,10 @@ FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 
 
 def heads_step(*options: str, waits: int = 0) -> Unit:
-    """Return a unit of work that consists of one training step of linear heads.
+    """Describe a training step of linear heads, so that its waits for the device can be counted.
 
     The step trains one head for each of three blocks and each of two learning rates. It may wait
-    for the device at most `waits` times.
+    at most `waits` times.
     """
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
     return Unit((*SEGMENTATION, *options), few, many, 4, waits)
@@ -137,7 +137,7 @@ UNITS = {
 
 @contextmanager
 def count_steps() -> Iterator[list[int]]:
-    """Yield a list that gets an item each time L-BFGS evaluates its objective."""
+    """Yield a list to which an item is added whenever L-BFGS evaluates its objective."""
     steps = []
     original = logistic.minimise
 

@@ -22,12 +22,13 @@ def make_run(score, hits=None, metric="top1"):
 
 
 def make_runs(row, scores):
-    """Return made-up runs of an experiment, by name.
+    """Return made-up results of the training runs of an experiment, by the name of the run.
 
     Args:
         row: Name of the experiment.
-        scores: Scores of the seeds of each variant. If there are fewer scores than seeds, the
-            scores are repeated. Variants without scores get the score 0.
+        scores: Score of each seed, by the name of the training variant that the experiment
+            compares. If there are fewer scores than seeds, they are repeated. Missing variants get
+            the score 0.
     """
     runs = {name: make_run(0.0) for name in names_of(row, ROWS[row].arms)}
     for arm, values in scores.items():

@@ -34,7 +34,7 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """A change of facts (settings and data properties) that must alter a name.
+    """A change of settings or data properties ("facts") after which a cached file needs a new name.
 
     Attributes:
         changed: The facts that change, with their new values.
@@ -124,10 +124,7 @@ def context(folder: Path, facts: Facts) -> ProbeContext:
 
 
 def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
-    """Return the options of a probe.
-
-    These are the options in `usual`, updated with the facts whose names start with "probe.".
-    """
+    """Return the options in `usual`, updated by the settings in `facts` of the form "probe.KEY"."""
     own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
     return {**usual, **own}
 
@@ -149,10 +146,9 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that runs a probe and returns the name of a file that it caches.
+    """Return a function that runs a probe until its first score, and returns a cached file's name.
 
-    The file contains trained heads or pixel counts, and its name starts with `prefix`. To save
-    time, the probe runs only until its first score.
+    The file contains trained heads or pixel counts. Its name starts with `prefix`.
     """
 
     def name(folder: Path, facts: Facts) -> str:
@@ -176,9 +172,10 @@ def depth_heads(folder: Path, facts: Facts) -> str:
 
 
 def shared_features(folder: Path, facts: Facts) -> str:
-    """Run k-NN, and return the key under which other probes of a command find its features.
+    """Run k-NN, and return the key under which it caches the features in memory.
 
-    `facts` contains the settings of the probe and the properties of its data.
+    Later probes of a command find the features under this key. `facts` contains the settings of the
+    probe and the properties of its data.
     """
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))

@@ -67,7 +67,7 @@ KEYS = "ssl-bench keys"
 
 
 def wrong_argument(command: str, word: str, hint: str = "", name: str = "") -> Fault:
-    """Return a fault: a command gets the wrong argument `word`.
+    """Return a test case in which a command gets the wrong argument `word`.
 
     Args:
         command: The command without the argument.
@@ -144,9 +144,9 @@ def link_to_itself(path: str) -> Prepare:
 
 
 def file_and_no_encoder(folder: Path) -> None:
-    """Create `a_file` and remove the encoder.
+    """Create `a_file`, and remove the encoder.
 
-    The command must report `a_file` before it tries to load the encoder.
+    The tested command must fail because of `a_file`, before it notices that there is no encoder.
     """
     (folder / "a_file").touch()
     (folder / "encoder.safetensors").unlink()
@@ -157,7 +157,7 @@ def weights(name: str) -> Prepare:
 
 
 def foreign_weights(network: str, name: str) -> Fault:
-    """Return a fault: a weights file of an architecture that needs timm's name to be loaded.
+    """Return a test case with a weights file that can only be loaded if timm's model name is given.
 
     Args:
         network: Name of the architecture that the error must contain, such as "a ResNet".
@@ -213,7 +213,7 @@ def link_to_nothing(folder: Path) -> None:
 
 
 def changed_voc(change: Callable[[Path], object]) -> Prepare:
-    """Return a function that creates VOC2012 and then calls `change` with its folder."""
+    """Return a function that creates a VOC2012 dataset, and then calls `change` with its folder."""
     return lambda folder: change(voc(folder))
 
 
@@ -235,7 +235,8 @@ def save_wide_mask(base: Path) -> None:
 def remove_files(pattern: str, base: Path) -> None:
     """Remove three files of a dataset, and the encoder.
 
-    The command must report the missing files before it tries to load the encoder.
+    The tested command must fail because of the three files, before it notices that there is no
+    encoder.
 
     Args:
         pattern: Path of a file below `base`, with a placeholder for the numbers 1 to 3.
@@ -268,7 +269,7 @@ def list_absent_images(base: Path) -> None:
 
 
 def wrong_digests(name: str, line: str, word: str) -> Fault:
-    """Return a fault: a wrong line in SHA256SUMS, a file of checksums that `data verify` reads.
+    """Return a test case with a wrong line in SHA256SUMS, the checksums that `data verify` reads.
 
     Args:
         name: Short description of the line.
@@ -333,7 +334,7 @@ IMAGES = [
 
 
 def wrong_folder(dataset: str, task: str, tree: str, *, exists: bool) -> Fault:
-    """Return a fault: the folder of a dataset is missing, or does not contain the dataset.
+    """Return a test case in which the folder of a dataset is missing, or has other content.
 
     Args:
         dataset: Name of the dataset.
@@ -494,7 +495,8 @@ ALL = "6 of 6 scored images"
 def repeat_an_image(dataset: str, how: str, folder: Path) -> None:
     """Create a dataset in which one image is used for both training and evaluation.
 
-    The second file is a copy, a symbolic link or a hard link, if `how` is "copy", "link" or "hard".
+    The evaluation image is a copy of the training image if `how` is "copy", a symbolic link to it
+    if `how` is "link", and a hard link if `how` is "hard".
     """
     if dataset == "voc2012":
         base, names = voc(folder), ("JPEGImages/t1.jpg", "JPEGImages/v2.jpg")
@@ -737,7 +739,7 @@ def spoil_all_photos(folder: Path) -> None:
 
 
 def first_run(*settings: str) -> Prepare:
-    """Return a function that takes the first step of a pretraining run with these settings."""
+    """Return a function that takes the first step of a pretraining run with the given settings."""
 
     def prepare(_: Path) -> None:
         assert main([*pretraining(PHOTOS, "first", ONE_STEP), *settings]) == 0

@@ -60,7 +60,7 @@ CUT = 120_000
 def serve(server, monkeypatch):
     """Return a function that makes a local server offer an archive as the download of coco_stuff.
 
-    There is no published checksum with which the archive could be compared.
+    The archive is not compared with a published checksum.
     """
 
     def publish(content: bytes, name: str = "masks.zip"):

@@ -74,7 +74,7 @@ WRONG = [
 
 
 def save_changed(store: ResultStore, record: Record, changes: dict | str) -> Path:
-    """Save a record, and then replace some fields of its file, or its whole content, by `changes`.
+    """Save a score, and then replace some fields of its file, or its whole content, by `changes`.
 
     Return the path of the file.
     """

@@ -88,7 +88,7 @@ def test_a_run_in_pieces_equals_the_uninterrupted_one(workdir, optimizer):
 def set_processes(number: int | None) -> None:
     """Change the number of processes in the saved training state of a run.
 
-    If `number` is None, remove it, because states of older versions do not contain it.
+    If `number` is None, remove it. States that older versions have written do not contain it.
     """
     state = load_state(Path("run"), CPU)[0]
     assert state.pop("processes") == 1

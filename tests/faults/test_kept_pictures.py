@@ -220,9 +220,9 @@ def test_a_record_is_never_saved_without_its_per_image_values(workdir, monkeypat
 
 
 def image_digests(page: Path) -> set[str]:
-    """Return the dataset fingerprints that the figure paths in an HTML page contain.
+    """Return the dataset fingerprints that an HTML page shows in the paths of figures.
 
-    Each is the first eight digits of a hash that identifies the dataset's images and labels.
+    A fingerprint is the start of a hash of the dataset's images and labels, with eight digits.
     """
     pattern = r'(?:src|href)="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/'
     return set(re.findall(pattern, page.read_text()))

@@ -30,7 +30,7 @@ from tests.support.foreign_weights import assert_same_weights, normalise, timm_m
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a weights file that does not state the mean with which images are normalised."""
+    """Return a weights file that does not state how images are normalised."""
     path = tmp_path_factory.mktemp("weights") / "mine.pth"
     torch.save(timm_model().state_dict(), path)
     return path
@@ -206,7 +206,10 @@ DINO = "torchhub:facebookresearch/dino:dino_vits16"
 
 
 def refusal() -> str:
-    """Load an encoder that must be refused with a hint. Return the error message."""
+    """Try to load an encoder that cannot be loaded. Return the error message.
+
+    Also check that the error recommends another encoder.
+    """
     with pytest.raises(CheckpointError) as raised:
         load_encoder(DINO)
     assert "demo:skip" in raised.value.hint

@@ -53,7 +53,7 @@ def encoder():
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Create all files to which the loaders' example addresses refer, and change to their folder.
+    """Create the files for example addresses of all loaders, and change to their folder.
 
     The example loader in docs/extending.md is installed as a package.
     """

@@ -89,7 +89,7 @@ def test_long_waits_for_data_are_reported_once(monkeypatch, capsys, late, total,
 def runs(monkeypatch) -> list[SimpleNamespace]:
     """Replace the package wandb with a module that only stores the calls of its functions.
 
-    Return a list to which each started run of Weights & Biases is added.
+    Return a list of all runs of Weights & Biases that are started.
     """
     started: list[SimpleNamespace] = []
 

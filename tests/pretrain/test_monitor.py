@@ -304,7 +304,7 @@ def load_record(folder):
 
 @pytest.fixture(scope="module")
 def finished(mnist, tmp_path_factory):
-    """Train a run that saves its accuracy as a record. Return its folder."""
+    """Train a run that stores its accuracy like a probe's score. Return its folder."""
     folder = tmp_path_factory.mktemp("finished")
     recorded_plan(mnist, results=str(folder / "results")).run(folder / "run", device="cpu")
     return folder

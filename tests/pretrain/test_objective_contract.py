@@ -111,8 +111,9 @@ def first_kind(name: str) -> str:
 def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
     """Return the views (such as random crops) of `count` samples.
 
-    All samples are cropped at once, unless there are `cuts`. Each index in `cuts` starts another
-    part, which is cropped separately. The parts are then joined.
+    All samples are cropped at once if `cuts` is empty. Otherwise, samples are cropped in several
+    parts, which are then joined. `cuts` has the index of the first sample of each part after the
+    first.
     """
     crops, objective = plan.objective.crops, plan.objective
     generators = [np.random.default_rng(number) for number in range(count)]

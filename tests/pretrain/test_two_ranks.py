@@ -47,7 +47,7 @@ def workdir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(workdir) -> dict[str, Any]:
-    """Run two training processes with each fault, such as a full disk in one of them.
+    """Run two training processes once for each fault, such as a full disk in one of the processes.
 
     Return their exit codes and what they print.
     """

@@ -49,8 +49,8 @@ def blank_figures(monkeypatch):
 class Runner:
     """A function object that runs the conditioning probe on the first two of three photographs.
 
-    The option `num_images` sets another number of photographs. `messages` collects the messages of
-    all runs.
+    The option `num_images` changes the number of photographs. All messages of the runs are appended
+    to `messages`.
     """
 
     def __init__(self, photographs, folder):
@@ -93,10 +93,7 @@ def find(records, layer, facet, metric):
 
 
 def undefined(records):
-    """Return the reasons why scores are undefined, as a dictionary from facet to reason.
-
-    A facet is a part of a block.
-    """
+    """Return the reasons why scores are undefined (NaN), by facet (part of a block)."""
     missing = [r for r in records if math.isnan(r.value)]
     return {record.facet: record.details["undefined"] for record in missing}
 

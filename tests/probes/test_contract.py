@@ -105,15 +105,14 @@ def data_for(role: str) -> list[str]:
 
 @cache
 def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
-    """Return a probe with small settings.
+    """Return a probe with small settings, for a test.
 
     Args:
-        case: A task, or one of the `VARIANTS` of a task. The name of a variant starts with its
-            task.
+        case: A task, or the name of a variant in `VARIANTS`, which starts with a task.
 
     Returns:
-        The probe with settings that suit the test encoder, its `PlannedProbe`, which does not
-        depend on the encoder, and the command-line arguments that select the probe.
+        The probe for the test encoder, the same probe before it is adapted to an encoder, and the
+        command-line arguments that select the probe.
     """
     task, options = case.partition(" ")[0], VARIANTS.get(case, [])
     words = data_for(build(probing_config(task, "toy", options), "probe").role) + options
@@ -170,9 +169,10 @@ def all_blocks(task: str, place: Path) -> Path:
 
 
 def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tuple, tuple]:
-    """Return the contents of records and their per-image values, by layer, facet and metric.
+    """Return all stored scores and their per-image values, by layer, facet and metric.
 
-    A record is a stored score, and a facet is a kind of feature.
+    A facet is a kind of feature. Fields that differ between equal runs, such as times, are left
+    out.
     """
     store, found = ResultStore(Path(folder)), {}
     for record in store.records():

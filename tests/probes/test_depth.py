@@ -54,7 +54,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def upsample(values: np.ndarray) -> np.ndarray:
-    """Enlarge an array of shape [side, side, channels] four times by bilinear interpolation."""
+    """Enlarge an array of shape [side, side, channels] by bilinear interpolation.
+
+    Both sides become four times as long.
+    """
     for _ in range(2):
         size = len(values)
         places = np.clip((np.arange(4 * size) + 0.5) / 4 - 0.5, 0, size - 1)
@@ -134,8 +137,8 @@ def test_the_gradient_is_zero_for_unknown_or_correct_depth(equal):
 def plain_metrics(predicted: np.ndarray, depth: np.ndarray, low: float, high: float) -> list[float]:
     """Compute the depth metrics of one image with loops over its pixels.
 
-    Only pixels whose true depth is between `low` and `high` count. Return delta1 to delta3 (%),
-    RMSE, relative error, log10 error and scale-invariant logarithmic error (%).
+    Only pixels whose true depth is between `low` and `high` count. The metrics are delta1 to delta3
+    (%), RMSE, relative error, log10 error and scale-invariant logarithmic error (%).
     """
     pairs = [(d, t) for d, t in zip(predicted.flat, depth.flat, strict=True) if low < t < high]
     ratios = [max(d / t, t / d) for d, t in pairs]
@@ -385,8 +388,8 @@ def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch
     def score(_: Any, heads: Any, images: Any, indices: Any, mean_depth: Any = None) -> Any:
         """Return made-up scores of three learning rates.
 
-        On the held-out images, the second learning rate is best. On the scored images, the last
-        is best. The other metrics of rate number n are n.
+        The second rate is best on held-out images, and the third on scored images. All metrics
+        other than delta1 are equal to the index of the rate.
         """
         delta1 = [10, 90, 30] if mean_depth is None else [40, 20, 80]
         metrics = np.zeros((len(indices), 2, len(delta1), len(UNITS))) + np.arange(3)[:, None]

@@ -29,13 +29,13 @@ OUTSIDE = [50.0, 50.0, 60.0, 60.0]
 
 
 def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
-    """Return an image's counts of true, predicted and correct boxes, by confidence rank.
+    """Return an image's numbers of true, predicted and correct boxes, by confidence rank.
 
     Args:
         found: Predicted boxes.
         true: True boxes.
-        ranks: Confidence rank of each predicted box, where rank 0 is the most confident. By
-            default, the boxes have the ranks 0, 1, 2 and so on.
+        ranks: Rank of each predicted box, where 0 is the most confident. By default, boxes are
+            given from the most to the least confident.
         num_ranks: Number of ranks.
     """
     return detection_counts(

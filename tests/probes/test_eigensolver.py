@@ -192,11 +192,11 @@ def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
 # BLAS is several times slower with more than one thread for a matrix of this size.
 @threadpool_limits.wrap(1, user_api="blas")
 def compare_with_dense_solutions(images, *, at_least: int) -> None:
-    """Compare our eigenvectors for the patches of images with dense solutions.
+    """Compare our eigenvectors for the patches of images with those of a dense eigensolver.
 
     Keys and tokens of all blocks are used, from encoders with and without skip connections. An
-    eigenvector is compared only if its eigenvalue is clearly smaller than the next. This must hold
-    for at least `at_least` graphs.
+    eigenvector is well defined only if its eigenvalue is clearly smaller than the next. It is
+    compared only in this case, which must occur for at least `at_least` graphs of patches.
     """
     numbers = Counter()
     for skip, image in itertools.product((True, False), images):

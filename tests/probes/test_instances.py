@@ -164,7 +164,7 @@ class SameImages:
 
 
 def run(probe: Instances, dataset: Any, encoder: Encoder, folder: Path) -> dict[str, Record]:
-    """Run the instance-retrieval probe on block 1. Return its records by metric."""
+    """Run the instance-retrieval probe on block 1. Return its stored scores by metric."""
     records = evaluated(probe, dataset, ResultStore(folder), encoder, (1,))
     return {record.metric: record for record in records}
 

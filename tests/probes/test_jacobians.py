@@ -36,12 +36,10 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a block on the tokens `x`, or on random tokens. Return a `BlockRecord`.
-
-    The record contains the input, the output and the parts of the block.
+    """Run a block on the tokens `x`, or on random tokens. Return its input, output and parts.
 
     Query and key weights are multiplied by `sharpness`. This sharpens the attention, so that the
-    term E of the Jacobian (the derivative of the attention weights) is large.
+    derivative of the attention weights is large.
     """
     block = build_vit(config, seed=0).double().eval().requires_grad_(False).blocks[0]
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
@@ -75,7 +73,7 @@ def test_jacobians_agree_with_finite_differences(config):
 def kronecker_terms(one):
     """Compute the two terms of the Jacobian of a block's attention, B and E, with loops.
 
-    `one` is the `BlockRecord` of the block, as `block_pass` returns it.
+    `one` contains the input, output and parts of the block.
 
     B treats the attention weights as constant, and E contains their derivative. As in the paper,
     matrices are flattened column by column.

@@ -22,7 +22,7 @@ NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
 
 
 def digit_features():
-    """Return features of two layers for images in which each patch is a handwritten digit.
+    """Return features of two layers for images whose patches are handwritten digits.
 
     The channels of the first layer are the digit's 64 pixels. Those of the second layer are random
     mixtures of the pixels.

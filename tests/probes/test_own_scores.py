@@ -26,8 +26,8 @@ INTERVAL = (60.0, 70.0)
 class Brightness(Probe):
     """A user-defined probe that measures the brightness of images.
 
-    Its metric "percent" has a percentage per image, and "level" is a number without per-image
-    values. The interval of "odd" excludes its value.
+    It has three metrics: "percent" has a value per image, "level" has none, and "odd" has a
+    confidence interval that does not contain its value.
     """
 
     protocol: str = "plain"
@@ -114,7 +114,7 @@ def test_intervals_that_exclude_their_value_are_dropped_with_a_message(run_probe
 
 @dataclass(frozen=True)
 class Hits(Brightness):
-    """A user-defined probe that counts correct images. Its metric can have any name."""
+    """A user-defined probe that counts correct images, under any metric name."""
 
     metric: str = "accuracy"
 

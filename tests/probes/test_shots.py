@@ -61,7 +61,7 @@ def test_fewer_shots_are_a_subset_and_draws_and_seeds_differ(root):
 def scores_by_draw(*right: int) -> list[list[Score]]:
     """Return the scores of a probe that was trained on several random choices of training images.
 
-    Each argument is the number of correct images (of ten) for one choice.
+    Each argument is the number of correct images (out of ten) for one of these choices.
     """
     return [
         [

@@ -321,7 +321,7 @@ def dense_scores(
 ) -> tuple[dict[str, float], list[np.ndarray]]:
     """Track the objects of a video with the affinity between all pairs of patches.
 
-    Return the scores J and F (%) by metric, and the predicted masks.
+    Return J (region similarity) and F (contour accuracy) in percent, and the predicted masks.
     """
     assert video.frames is not None
     assert video.mask is not None

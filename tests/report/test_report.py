@@ -44,7 +44,7 @@ from tests.support.report_cells import (
 
 
 def write_report(root: Path, *records: Record) -> Path:
-    """Save records, and write a report about all records in the folder.
+    """Save scores, and write a report about all scores in the folder.
 
     Return the report's folder.
     """
@@ -108,7 +108,7 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """Write a report about records with HTML markup in their names. Return its folder."""
+    """Write a report about scores whose names contain HTML markup. Return its folder."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'
@@ -299,7 +299,7 @@ def test_the_highest_of_many_checkpoints_are_drawn(tmp_path):
 def replace_page(folder: Path, text: str) -> None:
     """Replace the start page of a report with `text`.
 
-    Two texts are special: with "interrupt" and "full disk", this error is raised meanwhile.
+    If the text is "interrupt" or "full disk", raise this error before the report is complete.
     """
     with replace_report(folder) as new:
         (new / "index.html").write_text(text)

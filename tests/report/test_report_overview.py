@@ -402,9 +402,10 @@ def strips(root, checkpoints, galleries, headline=(), hits=None):
     Args:
         root: Folder of the report, in which the figures are created.
         checkpoints: The report's checkpoints.
-        galleries: Groups of figures, by the encoder id of the checkpoint.
+        galleries: All groups of figures, by the encoder id of the checkpoint.
         headline: Groups of comparable scores on the overview page.
-        hits: Score of each image. Among otherwise equal images, the highest is preferred.
+        hits: Score of each image. Among otherwise equal images, the page shows those with the
+            highest.
     """
     for one in chain(*galleries.values()):
         paths = (path.removeprefix("pictures/").removesuffix(".png") for path in one.paths())
@@ -511,7 +512,7 @@ def test_figure_rows_prefer_datasets_with_more_checkpoints_and_blocks(tmp_path):
     def describe_strips(own: list[Gallery], *others: Gallery) -> list[tuple[str, ...]]:
         """Return the task, dataset and checkpoint of each row of figures on the overview page.
 
-        `own` has the figures of the first checkpoint, and `others` the figures of the second.
+        `own` has the groups of figures of the first checkpoint, and `others` those of the second.
         """
         galleries = {first.encoder_id: own, second.encoder_id: list(others)}
         return [

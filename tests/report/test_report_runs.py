@@ -25,7 +25,7 @@ SIDECAR = "last.safetensors.sha256"
 
 
 def run_record(run: Path) -> Record:
-    """Return a made-up record about the encoder that a training run has saved."""
+    """Return a made-up score of the encoder that a training run has saved, as a record."""
     ((digest, _),) = read_digests(run / SIDECAR)
     return cell(checkpoint_sha256=digest)
 

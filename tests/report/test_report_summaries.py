@@ -22,10 +22,7 @@ def hits(number: int) -> np.ndarray:
 
 
 def summarize(store: ResultStore, *records: Record) -> list[list[str]]:
-    """Save records (stored scores), and return a report's summary of each checkpoint.
-
-    A summary is a list of sentences.
-    """
+    """Save scores, and return the sentences that a report writes about each checkpoint."""
     for record in records:
         store.save(record)
     stored = store.records()

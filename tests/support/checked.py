@@ -1,4 +1,4 @@
-"""Check the types of arguments and results in the first calls of each function in a test."""
+"""Check the types of arguments and results, only in the first calls of a function in a test."""
 
 import functools
 import types
@@ -27,10 +27,9 @@ def _can_check() -> bool:
 def check_first_calls(function: Any = None, **options: Any) -> Any:
     """Decorate a function like `jaxtyping.jaxtyped`, but check only its first calls in each test.
 
-    The checks of a function are prepared at its first call, because preparing the checks of all
-    functions would take 5 s in each process. Nested functions are not checked. They are created
-    anew at each call of the outer function, and preparing their checks took a third of the time of
-    a training step.
+    The checks are prepared when the function is first called, because preparing those of all
+    functions would take 5 s in each process. Nested functions are not checked, because preparing
+    their checks at each call of the outer function takes too long.
     """
     if function is None:
         return functools.partial(check_first_calls, **options)

@@ -34,7 +34,7 @@ class Colours:
 
     Attributes:
         first: Number that shifts the classes of the left halves.
-        masks: For some images, a class that replaces all classes in the mask, by image index.
+        masks: Class that fills the whole mask of an image, by image index. Only for some images.
         stamp: Text that is added to the fingerprint (the hash that identifies the image set).
     """
 

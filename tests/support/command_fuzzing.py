@@ -226,8 +226,8 @@ def stop_before_computing(*, to_end: bool) -> Iterator[None]:
 def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
     """Run a command. Return how it ended, and a description of any wrong behaviour.
 
-    The first text is the exit code or a word such as "slow". The second text is empty if the
-    command behaved correctly.
+    How it ended is the exit code or a word such as "slow". The description is empty if the command
+    behaved correctly.
     """
     out, err = io.StringIO(), io.StringIO()
     signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)

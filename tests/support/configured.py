@@ -1,4 +1,4 @@
-"""Build components from plain values, checking the values as the command line does."""
+"""Build probes and other components from plain Python values, as the command line does."""
 
 from typing import Any
 
@@ -6,6 +6,6 @@ from ssl_bench.composition.compose import TARGET, instantiate
 
 
 def configured(kind: type, **values: Any) -> Any:
-    """Build a component of the class `kind` from plain values, as the command line does."""
+    """Build a component of the class `kind`, and check the values as the command line does."""
     address = f"{kind.__module__}.{kind.__qualname__}"
     return instantiate({TARGET: address, **values}, "probe")

@@ -1,4 +1,4 @@
-"""Create small datasets and commands, and check how a command reports a broken file or setting."""
+"""Create small datasets and commands, and check the errors about broken files or settings."""
 
 import ctypes
 import gc
@@ -190,7 +190,7 @@ LFS_POINTER = (
 def spoil(path: Path, how: str) -> None:
     """Damage a file: truncate it, or replace it with a web page or a Git LFS pointer.
 
-    `how` is "empty", "half", "last2" (without the last two bytes), "html" or "lfs".
+    `how` is one of "empty", "half", "last2" (the last two bytes are removed), "html" and "lfs".
     """
     content = path.read_bytes()
     lengths = {"empty": 0, "half": len(content) // 2, "last2": -2}
@@ -246,15 +246,15 @@ def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """A broken file or setting, and the error that a command must report for it.
+    """A test case: a broken file or setting, and the error that a command must report for it.
 
     Attributes:
-        name: The fault in plain English.
-        prepare: Function that creates the fault in a folder.
+        name: What is broken, in plain English.
+        prepare: Function that creates the broken file in a folder.
         command: The command as the user types it.
         code: The expected exit code.
-        words: Texts that the error must contain, such as the faulty file or key. If a file can have
-            several faults, the texts also say what is wrong with it.
+        words: Texts that the error must contain, such as the name of the file or key. They also say
+            what is wrong with it if a file can be broken in several ways.
         hint: The command or setting that the error must recommend.
         remedy: Arguments that make the command succeed when they are appended to it.
     """
@@ -269,7 +269,7 @@ class Fault:
 
 
 def check_fault(fault: Fault, folder: Path, capsys) -> None:
-    """Check that a command reports a fault in a single line that contains the expected texts.
+    """Check that a command reports a broken file or setting in a line with the expected texts.
 
     The command must leave existing files unchanged and must not write a result. With the arguments
     in `fault.remedy`, if any, it must succeed.
@@ -292,7 +292,7 @@ def check_fault(fault: Fault, folder: Path, capsys) -> None:
 
 
 def do_nothing(_: Path) -> None:
-    """Prepare no files, because the fault is in the command."""
+    """Prepare no files, because the mistake is in the command."""
 
 
 def file_contents(folder: Path) -> dict[Path, bytes]:

@@ -52,9 +52,9 @@ def timm_model(
 
 
 def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
-    """Check that the encoder file at `path` yields the same features as the timm model, up to 1e-5.
+    """Check that the encoder in a file has the same features as a timm model. Return the encoder.
 
-    `extra` contains further kinds of features to compare. Return the loaded encoder.
+    Features may differ by at most 1e-5. `extra` contains further kinds of features to compare.
     """
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))

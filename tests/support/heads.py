@@ -1,7 +1,7 @@
-"""Build linear probes from plain values.
+"""Build linear probes from plain Python values.
 
-A probe contains components, such as its loss and training. Each value is passed to the component
-that has a field of this name.
+A probe contains components, such as its loss and its training method. Each value is passed to the
+component that has a field of this name.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,11 @@ def segmentation(
     """Return a linear segmentation probe with the given components and values.
 
     Args:
-        defaults: Values of fields. A value is ignored if neither the probe nor a component has a
-            field of its name.
+        defaults: Values of fields. Fields that this probe does not have are ignored.
         loss: Name of the loss.
         training: Name of the training method.
         inference: Name of the inference method.
-        changes: Values of fields that must exist.
+        changes: Values of fields. An unknown field is an error.
     """
     names = {"loss": loss, "training": training, "inference": inference}
     return _build(Segmentation, names, defaults or {}, changes)
@@ -40,7 +39,11 @@ def segmentation(
 def classification(
     defaults: Mapping[str, Any] | None = None, *, training: str = "lbfgs", **changes: Any
 ) -> LinearClassification:
-    """Return a linear classification probe. `segmentation` describes the arguments."""
+    """Return a linear classification probe.
+
+    `training` is the name of the training method. `defaults` and `changes` contain values of
+    fields. Unknown fields are ignored in `defaults`, and are an error in `changes`.
+    """
     return _build(LinearClassification, {"training": training}, defaults or {}, changes)
 
 

@@ -1,4 +1,4 @@
-"""Create records whose strings try to inject code into output formats, and check the outputs."""
+"""Create scores whose texts try to inject code into output formats, and check the outputs."""
 
 import csv
 import io
@@ -40,9 +40,9 @@ def hostile(**changes) -> Record:
 
 
 def hostile_store(root: Path) -> ResultStore:
-    """Save records that contain hostile strings, for two checkpoints with two blocks each.
+    """Save scores whose texts contain hostile code, for two checkpoints with two blocks each.
 
-    Return the result store that contains the records.
+    Return the store that contains them.
     """
     store = ResultStore(root)
     for layer in (0, 1):
@@ -62,7 +62,7 @@ def check_terminal(text: str) -> None:
 
 
 def check_latex(text: str) -> None:
-    """Check that a LaTeX table has only our commands, and that its rows have equally many cells."""
+    """Check that a LaTeX table has only expected commands, and equally many cells in each row."""
     assert all(line.isprintable() for line in text.split("\n"))
     body = [line for line in text.split("\n") if not line.startswith("%")]
     commands = re.findall(r"\\([A-Za-z]+|.)", "\n".join(body))

@@ -35,7 +35,7 @@ def reduced_options(*choices: str) -> list[str]:
 
 @cache
 def small_run(objective: str) -> tuple[Pretraining, tuple[str, ...]]:
-    """Return the plan of a small run of a training objective, and the overrides that describe it.
+    """Return a small run of a training objective, and the config overrides that describe it.
 
     The run uses the first model that the objective can train, trying Vision Transformers first.
     """

@@ -1,4 +1,4 @@
-"""An encoder as a user may write it, with other names and blocks that return tuples."""
+"""An encoder as a user may write it: names differ from ours, and blocks return tuples."""
 
 import torch
 from torch import Tensor, nn

@@ -42,7 +42,7 @@ class PageCommand:
 
     @property
     def suite(self) -> tuple[str, ...]:
-        """Return the arguments that follow `ssl-bench`. The tuple is empty for other programs."""
+        """Return the arguments of an `ssl-bench` command. The tuple is empty for other programs."""
         if self.words[0] == "ssl-bench":
             return self.words[1:]
         if self.words[0] == "torchrun" and "ssl_bench" in self.words:

@@ -1,4 +1,4 @@
-"""Create records and figures for the tests of the HTML report."""
+"""Create scores and figures for the tests of the HTML report."""
 
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -29,11 +29,11 @@ def cell(**changes) -> Record:
 
 
 def around(changes: dict) -> dict:
-    """Return changes of a record, with a 95 % interval around a changed value.
+    """Add a 95 % interval to changes of a record (stored score) that contain a new value.
 
-    `changes` maps field names to new values. It is returned unchanged if it has no value, or
-    already has an interval. The new interval is as wide as the interval of `RECORD`. The interval
-    of a percentage is limited to 0 to 100.
+    `changes` maps field names to new values. It is returned unchanged if it contains no value, or
+    already an interval. The new interval is as wide as that of `RECORD`. For a percentage, it is
+    limited to 0 to 100.
     """
     value = changes.get("value")
     if value is None or "ci95" in changes:
@@ -50,12 +50,12 @@ def skipless(**changes) -> Record:
 
 
 def known_as(letter: str) -> str:
-    """Return the encoder id of a checkpoint whose SHA-256 consists of one repeated letter."""
+    """Return the id of a made-up encoder, whose SHA-256 consists of one repeated letter."""
     return cell(checkpoint_sha256=letter * 64).encoder_id
 
 
 def folder_of(record: Record) -> str:
-    """Return the name of the folder that contains the figures of a record."""
+    """Return the name of the folder with figures of the encoder and dataset of a score."""
     return f"{record.model}-{record.encoder_id[:8]}-{record.dataset_fingerprint[:8]}"
 
 
@@ -65,7 +65,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """Save a record and its per-image values. The record's value is computed from them."""
+    """Save per-image values, and a score that is computed from them."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = around({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
@@ -124,10 +124,9 @@ WRONG = [[0, 0], [4, 0], [0, 4]]
 
 
 def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
-    """Compare the two checkpoints in these records, as the report does for a pair.
+    """Compare the two checkpoints in these records (stored scores), as a report does.
 
-    All records must have the same metric, images and settings, so that they form one panel (group
-    of comparable scores).
+    All scores must have the same metric, images and settings, so that they can be compared.
     """
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))

@@ -50,12 +50,12 @@ def assert_same_run(one: Path, other: Path) -> None:
 def end_after_parts(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
-    """Make a run send itself a signal when a training step receives a certain micro-batch.
+    """Make a run send itself a signal before a certain micro-batch of a training step.
 
     Args:
         monkeypatch: The fixture of pytest.
         crops: Class that makes the run's crops.
-        number: Number of the micro-batch, counted from 1.
+        number: Number of the micro-batch, counted from 1 over all steps.
         sent: The signal.
     """
     finish, calls = crops.finish, []
@@ -79,7 +79,7 @@ def assert_goes_on_to_the_bit(
     error: type[BaseException] = Preempted,
     workers: int | None = None,
 ) -> Path:
-    """Check that a run that is stopped by a signal and resumed equals an uninterrupted run exactly.
+    """Check that a stopped and resumed run gives exactly the results of an uninterrupted run.
 
     Args:
         plan: Plan of a run with more than `steps` steps.

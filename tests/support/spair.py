@@ -14,7 +14,7 @@ SOURCE_SIZE, TARGET_SIZE = (48, 32), (40, 60)
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """A pair of images for SPair-71k, with keypoints (x, y) in pixels of the source image."""
+    """A pair of images to write, with keypoints (x, y) in pixels of the source image."""
 
     number: int
     source: str
@@ -84,6 +84,6 @@ def write_annotation(base: Path, pair: WrittenPair, **changed: Any) -> Path:
 
 
 def _scene(category: str) -> Image.Image:
-    """Return the image that is resized to create all source and target images of a category."""
+    """Return the image from which all images of a category are made by resizing."""
     noise = np.random.default_rng(len(category)).integers(0, 255, (6, 6, 3), dtype=np.uint8)
     return Image.fromarray(noise)

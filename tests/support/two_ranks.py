@@ -1,4 +1,4 @@
-"""Run pretraining in two processes, one of which has a fault.
+"""Run pretraining in two processes, in one of which something fails ("fault").
 
 Print how both processes end, as JSON.
 
@@ -54,9 +54,9 @@ def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callabl
 
 
 def at_step(fault: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that installs a fault, which occurs when the images of step `AT` are read.
+    """Return a function that makes `fault` be called when the images of step `AT` are read.
 
-    If `fault` returns something other than None, this replaces the images.
+    If `fault` returns something other than None, the run uses it instead of the images.
     """
 
     def make(usual: Any) -> Any:
@@ -95,9 +95,9 @@ def full_log(usual: Any) -> Any:
 
 
 def at_state(fault: Callable[[int], None]) -> Callable[[], None]:
-    """Return a function that installs a fault, which can occur when a training state is written.
+    """Return a function that makes `fault` be called before each training state is written.
 
-    Before each state is written, `fault` is called with the number of the step.
+    The argument of `fault` is the number of the training step.
     """
 
     def make(usual: Any) -> Any:
@@ -132,7 +132,7 @@ def broken_monitor(usual: Any) -> Any:
 
 
 def lost_image(usual: Any) -> Any:
-    """Return a version of the method `__getitem__` that fails to read one of the image files."""
+    """Return a version of the method `__getitem__` that fails for one of the images."""
 
     def getitem(self: FileImageSet, index: int) -> Any:
         if self.ids[index] == "3.jpg":
@@ -186,7 +186,7 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
     Args:
         number: Rank of the process, 0 or 1.
         port: Port at which the processes connect.
-        fault: Name of the fault and rank of the process that has it, such as "slow disk:0".
+        fault: What fails, and the rank of the process in which it fails, such as "slow disk:0".
         photos: Folder of the training images.
         out: The run folder.
     """
@@ -209,12 +209,12 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
 
 
 def run_arguments(photos: Path, out: Path) -> list[str]:
-    """Return the command-line arguments of a small pretraining run without a fault."""
+    """Return the command-line arguments of a small pretraining run."""
     return ["pretrain", "--out", str(out), f"data.root={photos}", *OPTIONS]
 
 
 def start(fault: str, photos: Path, out: Path) -> list[int]:
-    """Fork the two processes of a run with a fault. Return their process ids."""
+    """Fork the two processes of a run in which something fails. Return their process ids."""
     if fault.startswith("taken"):
         out.mkdir()
         (out / "config.yaml").write_text("{}")
@@ -255,7 +255,7 @@ def exit_code(pid: int, end: float) -> int | None:
 
 
 def prepare() -> None:
-    """Set up what all processes share, before the first of them is forked."""
+    """Set up what all processes share, such as loaded configs, before the first is forked."""
     torch.set_num_threads(1)
     compose_config("pretraining", [])
     # Counting FLOPs would take as long as the run, and no fault depends on the count.

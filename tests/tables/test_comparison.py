@@ -28,13 +28,13 @@ SINGLE = ("compare", "skip")
 
 
 def save(store, sha, layers, **changes):
-    """Save a record of an encoder for each block.
+    """Save scores of the blocks of an encoder.
 
     Args:
-        store: Store to which the records are added.
-        sha: Letter of which the SHA-256 of the encoder consists.
-        layers: Per-image values of each block, or None for a record without them.
-        changes: Other fields of the records.
+        store: Store to which the scores are added.
+        sha: "a" for the encoder "skip", or "d" for "skipless".
+        layers: Per-image values of each block, or None for a score without per-image values.
+        changes: Other fields of the stored records.
     """
     for layer, values in layers.items():
         name = {"a": "skip", "d": "skipless"}[sha]
@@ -337,7 +337,7 @@ def test_one_warning_says_that_results_come_from_different_code(store, cli, case
 
 
 def rejected_by_holm(ps: list[float]) -> set[int]:
-    """Return the indices of the p-values that Holm's procedure rejects at the level 0.05."""
+    """Return the indices of the p-values that Holm's method finds significant at the level 0.05."""
     rejected = set[int]()
     while left := [n for n in range(len(ps)) if n not in rejected]:
         least = min(left, key=lambda n: ps[n])

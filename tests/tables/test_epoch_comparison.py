@@ -27,10 +27,10 @@ OVER_EPOCHS = ("compare", "--over-epochs")
 
 
 def make_record(run: str, epoch: int, **changes):
-    """Return a record about the encoder of a training run after a given epoch.
+    """Return a made-up score of the encoder of a training run after a given epoch.
 
     The encoder's name is `RUN@EPOCH`, except after the last epoch (300), when it is `RUN`.
-    `changes` replaces further fields of the record.
+    `changes` replaces further fields of the stored score.
     """
     digit = f"{list(HITS).index((run, epoch)):x}"
     model = run if epoch == 300 else f"{run}@{epoch}"

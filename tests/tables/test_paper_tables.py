@@ -19,14 +19,15 @@ ROWS = {"a": "skip, soap", "d": "skipless, soap"}
 
 
 def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
-    """Return a published table to which our scores are added.
+    """Return a published table with our scores added.
 
     Args:
-        store: Store that contains our records.
+        store: Store that contains our scores.
         name: Name of the published table.
-        choice: How the block of each score is chosen, "holdout" or "oracle".
-        shas: Letters that stand for encoders. The SHA-256 of an encoder repeats its letter.
-        rows: Row of each encoder, by its letter.
+        choice: How the block of each score is chosen: on held-out images ("holdout"), or by the
+            score itself ("oracle").
+        shas: Letters, each of which stands for an encoder.
+        rows: Row of each encoder in the table, by its letter.
     """
     encoders = {rows[sha]: known_as(sha) for sha in shas}
     published = load_published_table(name)

@@ -37,10 +37,10 @@ def choose(records, store, choice) -> Entry:
 
 
 def save(store, sha, layer, values, *, has_hits: bool = True, **changes: Any):
-    """Save a record whose value is the percentage of hits in `values`.
+    """Save a score, which is the percentage of correct images in `values`.
 
-    Unless `has_hits` is false, the hits are saved as per-image values, too. The SHA-256 of the
-    encoder consists of the letter `sha`. `changes` replaces further fields of the record.
+    `values` is also stored, as per-image values, if `has_hits` is true. The letter `sha` stands for
+    the encoder. `changes` replaces further fields of the record.
     """
     fields: dict[str, Any] = {"num_images": len(values), "value": 100 * values.mean(), "ci95": None}
     encoder = {"checkpoint_sha256": sha * 64, "model": NAMES[sha]}

@@ -19,7 +19,7 @@ OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
-    """Return the record on corrupted images that corresponds to a record on clean images.
+    """Return the score on corrupted images that belongs to a score on clean images.
 
     The corruption has the given name and severity. `changes` replaces fields such as the value.
     """
@@ -35,9 +35,9 @@ def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Recor
 
 
 def corrupted_blocks(*values: tuple[float, ...]) -> list[Record]:
-    """Return records of one block for each tuple, on clean and on corrupted images.
+    """Return scores of several blocks on clean and on corrupted images, as records.
 
-    A tuple has the score on clean images, followed by the scores on images with snow of severity 1,
+    Each tuple has the scores of one block: on clean images, and on images with snow of severity 1,
     2 and so on.
     """
     records = []

@@ -45,7 +45,8 @@ def parse_markdown(text: str) -> dict[str, list[str]]:
 def make_rows(count: int, **measures) -> list[dict]:
     """Return the rows of a made-up log.
 
-    Each measure is a function of the step. If it returns "absent", the row lacks this measure.
+    Each keyword argument is a function from the step to a logged value, or to "absent" if the row
+    of this step lacks the value.
     """
     return [
         {"step": step, "epoch": (step - 1) // 100}

@@ -182,7 +182,7 @@ def test_epochs_of_a_run_are_sorted_by_their_numbers():
 
 
 def draw_axis(records):
-    """Draw the scores of records as curves. Return the only axis of the figure."""
+    """Draw scores as curves. Return the only axis of the figure."""
     figure = curves_figure(depth_tables(records))
     figure.draw_without_rendering()
     return figure.axes[0]

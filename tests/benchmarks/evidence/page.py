@@ -123,7 +123,10 @@ a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 imag
 
 
 def _rates(runs: Runs) -> str:
-    """Return table lines with the held-out score of each variant at each learning rate."""
+    """Return the lines of a table: the validation score at each learning rate.
+
+    Each line is about one variant of a training run in one experiment.
+    """
     lines = []
     for name, row in ROWS.items():
         for arm in row.arms if row.chosen_by and len(row.rates) > 1 else ():
@@ -151,10 +154,11 @@ shows a variant that was trained for that many epochs of all images. The others 
 
 
 def _patch_table(row: str, runs: Runs) -> str:
-    """Return a Markdown table with the percentage of nearly equal patches after each block.
+    """Return a Markdown table of how similar the patches of an image become, block by block.
 
-    A patch counts if its cosine with the mean patch of its image is above 0.99. Each variant of the
-    experiment has a row.
+    A table cell is the percentage of patches whose cosine with the mean patch of their image is
+    above 0.99. There is a line for each variant of the training run that the experiment `row`
+    compares.
     """
     lines, blocks = [], range(0)
     for arm, options in ROWS[row].starts.items():
@@ -184,9 +188,9 @@ def figures(runs: Runs) -> list[str]:
 
 
 def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return the curves of the experiment `row`, from the finished runs.
+    """Return the training curves of the finished runs in the experiment `row`.
 
-    The format is {metric: {(variant, seed): [value of each epoch]}}.
+    The format is {metric: {(variant of the run, seed): [value after each epoch]}}.
     """
     reported = {
         (arm, seed): runs.get(seed_run(row, arm, seed), {})
@@ -201,7 +205,7 @@ def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]
 
 
 def draw(row: str, runs: Runs, file: Path) -> None:
-    """Draw the curves of the experiment `row`, with a chart per metric and a line per run.
+    """Draw the training curves of the experiment `row`: a chart per metric, and a line per run.
 
     The same runs always give the same file, byte for byte.
     """

@@ -1,6 +1,6 @@
-"""The experiments (also called rows) that compare variants of a training run, and their run names.
+"""The experiments, each of which compares variants of a training run, and the names of the runs.
 
-The record of a run names a commit. The repository at this commit contains the options of the run.
+The stored results of a run name a commit. The repository at this commit contains its options.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,22 +9,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Row:
-    """An experiment: variants ("arms") of a training run that are compared to answer one question.
+    """An experiment: several variants of a training run that are compared to answer one question.
 
-    The variants differ in a few options.
+    The variants ("arms") differ in a few options, such as the optimizer.
 
     Attributes:
         arms: Names of the variants.
-        chosen_by: Metric on held-out images by which the learning rate is chosen, or "" if the
-            learning rate is the paper's.
-        seeds: Seeds of the reported runs. If there are none, the runs with different learning rates
-            are reported instead.
+        chosen_by: Metric on held-out images by which the learning rate of each variant is chosen,
+            or "" if the learning rate is the paper's.
+        seeds: Seeds of the reported runs. If empty, the runs that try learning rates are reported.
         rates: Learning rates to choose from.
         probed: Whether the trained encoders were also probed and compared with random weights.
-        starts: Model options of each variant, as text for a table. Only for experiments on how
-            similar the patches of an image become. Otherwise empty.
-        whole: Variants that have runs with `seeds`. The others only have runs with the learning
-            rates in `rates`. None if all variants have runs with `seeds`.
+        starts: Model options of each variant, as text for a table. Empty unless the experiment
+            measures how similar the patches of an image become.
+        whole: Variants that were trained with all `seeds`. The remaining variants only have runs
+            that try learning rates. None if all variants were trained with all seeds.
     """
 
     arms: Sequence[str]
@@ -88,7 +87,10 @@ ROWS = {
 def rate_run(row: str, arm: str, rate: float) -> str:
     """Return the name of the run that tries a learning rate.
 
-    The run belongs to the variant `arm` of the experiment `row`.
+    Args:
+        row: Name of the experiment.
+        arm: Name of the variant that the run trains.
+        rate: The learning rate.
     """
     return f"{row}-{arm}-rate{rate:g}"
 
@@ -96,42 +98,43 @@ def rate_run(row: str, arm: str, rate: float) -> str:
 def rate_runs(row: str, arm: str) -> list[str]:
     """Return the names of the runs from which the learning rate of a variant is chosen.
 
-    The list is empty if the variant uses the paper's learning rate.
-
-    Args:
-        row: Name of the experiment.
-        arm: Name of the variant.
+    The list is empty if the paper's learning rate is used. `row` is the name of the experiment, and
+    `arm` the name of the variant.
     """
     return [rate_run(row, arm, rate) for rate in (ROWS[row].rates if ROWS[row].chosen_by else ())]
 
 
 def seed_run(row: str, arm: str, seed: int) -> str:
-    """Return the name of the run that is reported for a seed.
+    """Return the name of the run whose score is reported for a seed.
 
-    The run belongs to the variant `arm` of the experiment `row`.
+    Args:
+        row: Name of the experiment.
+        arm: Name of the variant that the run trains.
+        seed: Seed of the run.
     """
     return f"{row}-{arm}-seed{seed}"
 
 
 def probes_of(run: str) -> str:
-    """Return the name of the record that contains the probe results of a run's encoder."""
+    """Return the name under which the probe results of a run's encoder are stored."""
     return f"{run}-probes"
 
 
 def patches_of(run: str) -> str:
-    """Return the name of the record that contains the patch similarities of a run's encoder."""
+    """Return the name under which the patch similarities of a run's encoder are stored."""
     return f"{run}-patches"
 
 
 def demo_of(name: str) -> str:
-    """Return the name of the record that contains the file size of the encoder `demo:NAME`."""
+    """Return the name under which the file size of the encoder `demo:NAME` is stored."""
     return f"demo-{name}"
 
 
 def names_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of all records of the variants `arms` of the experiment `row`.
+    """Return the names of all stored results about some variants of a training run.
 
-    These are records of training runs, of probe results and of patch similarities.
+    These are results of training runs, of probes and of patch similarities. `row` is the name of
+    the experiment that compares the variants, and `arms` has the names of the variants.
     """
     reported = reported_of(row, arms)
     probes = [probes_of(run) for run in reported] if ROWS[row].probed else []
@@ -141,9 +144,10 @@ def names_of(row: str, arms: Collection[str]) -> list[str]:
 
 
 def reported_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of the reported runs of the variants `arms` of the experiment `row`.
+    """Return the names of the runs whose scores are reported for some training variants.
 
-    Runs that only serve to choose a learning rate are left out.
+    Runs that only serve to choose a learning rate are left out. `row` is the name of the
+    experiment, and `arms` has the names of the variants.
     """
     trained = ROWS[row].whole
     named = [arm for arm in arms if trained is None or arm in trained]

@@ -28,7 +28,7 @@ class Measurement:
 
     Attributes:
         text: What was measured, such as "skip - skipless".
-        value: Percentage of correct images or letters, or another quantity that `text` names.
+        value: Usually a percentage of correct images or letters. `text` names any other quantity.
         over_seeds: 95 % Student t interval over seeds, paired by seed, or None.
         over_images: Paired bootstrap interval over images for the mean over seeds, or None if the
             results of single images were not stored.
@@ -49,9 +49,9 @@ class Verdict:
 
     Attributes:
         word: The verdict: "supported", "refuted" or "undecided".
-        ours: Mean score of each variant over its seeds, by the name of the variant.
+        ours: Mean score over seeds, by the name of the training variant.
         seeds: Number of seeds.
-        hours: Core hours that all runs of these variants took together.
+        hours: Core hours of all runs together.
     """
 
     word: Word
@@ -63,7 +63,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A weighted sum of the variants' mean scores, such as a difference. The weights sum to 0."""
+    """A difference between mean scores of training variants, or another weighted sum of them.
+
+    `weights` has the weight of each variant's score, such as 1 and -1. The weights sum to 0.
+    """
 
     text: str
     weights: Mapping[str, float]
@@ -79,9 +82,9 @@ class Contrast:
         return Measurement(self.text, fmean(values), over_seeds(values), over_images)
 
     def _over_images(self, row: str, runs: Runs) -> Interval | None:
-        """Return the bootstrap interval over images for the experiment `row`.
+        """Return the bootstrap confidence interval, over images, of this weighted sum of scores.
 
-        Return None if a run lacks per-image results.
+        Return None if a run lacks per-image results. `row` is the name of the experiment.
         """
         total, seeds = 0.0, ROWS[row].seeds
         for arm, weight in self.weights.items():
@@ -104,15 +107,16 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Above:
-    """A rule by which a claim is supported if all its contrasts are positive.
+    """A rule for claims that some differences of scores are positive.
 
-    A contrast is a difference of scores with a confidence interval. All intervals must be above 0.
-    The claim is refuted if one interval is below 0.
+    The claim is supported if the confidence intervals of all differences are above 0. It is refuted
+    if one interval is below 0.
 
     Attributes:
+        contrasts: The differences.
         over: "seeds" for intervals over seeds, "images" for intervals over the scored images.
-        zero_refutes: Whether an interval that contains 0 also refutes the claim. If not, such an
-            interval leaves it undecided.
+        zero_refutes: Whether an interval that contains 0 also refutes the claim. If false, the
+            claim is undecided in this case.
     """
 
     contrasts: Sequence[Contrast]
@@ -128,14 +132,15 @@ class Above:
 
 @dataclass(frozen=True)
 class Outside:
-    """A rule by which a claim is supported if the variant `last` is clearly worst in each group.
+    """A rule for claims that one training variant is clearly the worst of its group.
 
-    The mean of `last` must be the lowest, and below the interval over seeds of the variant `near`.
-    Otherwise, the claim is refuted. It is undecided if `near` has no interval.
+    The claim is supported if, in every group, the mean score of the variant `last` is the lowest
+    and lies below the confidence interval over seeds of the variant `near`. Otherwise it is
+    refuted, or undecided if `near` has no interval.
 
     Attributes:
-        groups: Names of variants in each group: (others, near, last). `last` is compared with each
-            of `others`. `near` is one of `others`.
+        groups: Names of training variants in each group: (others, near, last). `near` is one of
+            `others`.
     """
 
     groups: Sequence[tuple[Sequence[str], str, str]]
@@ -162,13 +167,13 @@ class Outside:
 
 @dataclass(frozen=True)
 class SameBest:
-    """A rule by which a claim is supported if the same option has the highest score in every group.
+    """A rule for claims that the same option has the highest score in every group.
 
-    For example, the groups are optimizers and the options are initialisations. If different options
-    are best, the claim is undecided.
+    For example, the groups are optimizers, and the options are initialisations. If different
+    options are best, the claim is undecided.
 
     Attributes:
-        groups: For each group, the name of the variant with each option, by the option's name.
+        groups: For each group, a dictionary from option to the training variant with this option.
     """
 
     groups: Sequence[Mapping[str, str]]
@@ -186,10 +191,11 @@ class SameBest:
 
 @dataclass(frozen=True)
 class AboveRandom:
-    """A rule by which a claim is supported if training improves every block from `first` on.
+    """A rule for claims that training improves the k-NN accuracy of every block from `first` on.
 
-    The difference is the k-NN accuracy of a block minus its k-NN accuracy with random weights.
-    All its intervals over images must be above 0. The claim is refuted if one of them is below 0.
+    The accuracy of each trained block is compared with that of the same block with random weights.
+    The claim is supported if all differences have confidence intervals above 0. It is refuted if
+    one interval is below 0.
     """
 
     first: int
@@ -211,10 +217,7 @@ class AboveRandom:
 
 @dataclass(frozen=True)
 class Small:
-    """A rule by which a claim is supported if the file of every demo encoder is small enough.
-
-    Each file must have fewer than `limit` bytes.
-    """
+    """A rule for claims that the file of every demo encoder has fewer than `limit` bytes."""
 
     limit: int
 
@@ -227,13 +230,13 @@ class Small:
 
 @dataclass(frozen=True)
 class Apart:
-    """A rule: the claim is supported if the patches of an image stay different in some variant.
+    """A rule for claims that the patches of an image stay different in at least one variant.
 
-    The final loss of this variant must also not exceed that of the variant `plain`. If no variant
-    fulfils both conditions, the claim is refuted.
+    This variant must also train at least as well as the variant `plain`. If no variant fulfils both
+    conditions, the claim is refuted.
 
     Attributes:
-        plain: Name of the variant whose last loss is the limit.
+        plain: Name of the training variant whose last loss must not be exceeded.
         merged: Limit in percent. In every block, fewer patches than this must be nearly equal to
             the mean patch of their image.
     """
@@ -259,19 +262,19 @@ Rule = Above | Outside | SameBest | AboveRandom | Small | Apart
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that one experiment ("row" of runs) tests, and the corresponding published values.
+    """A claim about training that one experiment tests, and the corresponding values in papers.
 
     Attributes:
         name: Name of the claim. It ends in a letter if an experiment tests several claims.
         row: Name of the experiment.
         comparison: What is compared, as a phrase.
-        published: Table, row and column of each published value, if there are any.
+        published: Table, row and column of each value that papers state.
         statement: The claim, as a clause.
         refutation: The outcome that would refute the claim, as a sentence.
         rule: The rule that computes the verdict.
-        published_statement: What was published, if it is not a value in a table.
+        published_statement: What a paper says, if it gives no value in a table.
         limits: Differences from the paper and unresolved questions, as a phrase, or "".
-        also_shown: Variants that the page shows, although they are not compared.
+        also_shown: Training variants that the page shows, although the claim does not compare them.
     """
 
     name: str
@@ -286,7 +289,7 @@ class Claim:
     also_shown: Sequence[str] = ()
 
     def published_text(self) -> str:
-        """Return, as text, the values that papers published for the claim, and their sources.
+        """Return the values that papers state for this claim, and their tables, as text.
 
         If there are no values, return the paper's statement.
         """
@@ -300,10 +303,7 @@ class Claim:
         )
 
     def arms(self) -> list[str]:
-        """Return the variants that the page of results shows for this claim.
-
-        They are in the order of the experiment.
-        """
+        """Return the names of the training variants that the page shows for this claim."""
         arms = list(ROWS[self.row].arms)
         if not isinstance(self.rule, Above):
             return arms
@@ -312,7 +312,7 @@ class Claim:
 
 
 def minus(one: str, other: str, metric: str = "top1") -> Contrast:
-    """Return the contrast that subtracts the score of `other` from the score of `one`."""
+    """Return a contrast: the mean score of the variant `one` minus that of the variant `other`."""
     text = f"{one} - {other}" + ("" if metric == "top1" else f", {metric}")
     return Contrast(text, {one: 1.0, other: -1.0}, metric)
 
@@ -349,16 +349,17 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
 
 
 def seeds_of(row: str, arm: str, runs: Runs, metric: str) -> list[float]:
-    """Return the final score of the variant `arm` of the experiment `row` for each seed.
+    """Return one final score for each seed with which a variant was trained.
 
-    Runs without this metric are left out.
+    Runs without this metric are left out. `row` is the name of the experiment, and `arm` the name
+    of the variant.
     """
     reported = [runs[seed_run(row, arm, seed)] for seed in ROWS[row].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
 
 def over_seeds(values: Sequence[float]) -> Interval | None:
-    """Return the 95 % Student t interval for the mean of one score per seed.
+    """Return the 95 % Student t interval of the mean, given one score for each seed.
 
     For a single seed, return None.
     """
@@ -375,22 +376,22 @@ def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) ->
 
 
 def best_of_rates(row: str, arm: str, runs: Runs) -> float:
-    """Return the highest held-out score over all learning rates of a variant.
+    """Return the highest score that a variant reaches on held-out images with any learning rate.
 
     Args:
         row: Name of the experiment.
-        arm: Name of the variant.
+        arm: Name of the variant of the training run.
         runs: Finished runs by name.
     """
     return max(runs[name][ROWS[row].chosen_by][-1] for name in rate_runs(row, arm))
 
 
 def first_run(row: str, arm: str, runs: Runs) -> Run:
-    """Return the only run that tries a learning rate for a variant.
+    """Return the run that tries a learning rate, for a variant with only one such run.
 
     Args:
         row: Name of the experiment.
-        arm: Name of the variant, for which exactly one learning rate is tried.
+        arm: Name of the variant.
         runs: Finished runs by name.
     """
     (name,) = rate_runs(row, arm)
@@ -398,11 +399,10 @@ def first_run(row: str, arm: str, runs: Runs) -> Run:
 
 
 def able_starts(row: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Return the runs of an experiment that train at least as well as the variant `plain`.
+    """Return the runs whose last loss is at most that of the variant `plain`.
 
-    The last loss of such a run does not exceed the last loss of `plain`. Each variant of the
-    experiment `row` has one run with one learning rate (see `first_run`). The runs are sorted by
-    the mean cosine between a patch and the mean patch of its image, lowest first.
+    Each variant in the experiment `row` must have tried exactly one learning rate. The runs are
+    sorted by the mean cosine between a patch and the mean patch of its image, lowest first.
     """
     first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
     bound = first[plain]["loss"][-1]

@@ -36,7 +36,8 @@ class SimulatedDeviceError(RuntimeError):
 class Place(Enum):
     """The simulated memory in which a tensor is stored: host, pinned host or device memory.
 
-    UNDECIDED tensors become DEVICE tensors when an operator combines them with a DEVICE tensor.
+    An UNDECIDED tensor may be in any of them. It becomes a DEVICE tensor when an operator combines
+    it with a DEVICE tensor.
     """
 
     HOST = auto()
@@ -46,10 +47,7 @@ class Place(Enum):
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return the simulated memory in which a tensor is stored.
-
-    For a tensor without storage, return HOST.
-    """
+    """Return the simulated memory in which a tensor is stored, or HOST if it has no storage."""
     return _place_of_storage(storage_of(tensor))
 
 
@@ -87,7 +85,7 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def names_device(device: Any) -> bool:
-    """Return whether a `device` argument of a torch function means the simulated GPU."""
+    """Return whether the value of a torch function's argument `device` is the simulated GPU."""
     if device is None:
         return False
     return isinstance(device, int) or torch.device(device).type == KIND[0]
@@ -174,7 +172,7 @@ class Ledger:
 
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
-        """Yield a ledger that, when the `with` block ends, contains the counts of this block."""
+        """Yield a ledger that has the counts of the `with` block after the block has ended."""
         names, counts = ("launches", "waits", "uploads", "pinned_uploads"), Ledger()
         before = {name: getattr(self, name).copy() for name in names}
         yield counts
@@ -271,7 +269,7 @@ def has_kernel(function: Any) -> bool:
 
 
 def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
-    """Count a copy between the host and the device.
+    """Count a copy between the memory `source` and the memory `target`.
 
     Raises:
         SimulatedDeviceError: The copy to the host is non-blocking, but its target is not pinned.
@@ -494,7 +492,7 @@ def _misplaced_tensors(
 
 
 def _place_results(result: Any, sources: Sequence[Any], places: Sequence[Place]) -> None:
-    """Record in which simulated memory the new tensors in an operator's result are stored.
+    """Record the simulated memory of each new tensor in an operator's result.
 
     Views are skipped, because they share the storage of an argument.
 
@@ -559,7 +557,7 @@ def _call(func: Callable, args: Arguments, options: Options) -> Any:
 
 
 def _create(func: Callable, args: Arguments, options: Options, place: Place) -> Any:
-    """Call a function that creates a tensor, and record in which memory (`place`) the tensor is."""
+    """Call a function that creates a tensor, and record that it is in the memory `place`."""
     _check_generator(func, options, place)
     pinned = options.pop("pin_memory", False)
     if func in _CARRY_VALUES and (result := _upload_values(args, options, place)) is not None:
@@ -576,8 +574,8 @@ def _create(func: Callable, args: Arguments, options: Options, place: Place) -> 
 def _upload_values(args: Arguments, options: Options, place: Place) -> Any:
     """Move the first argument to the memory `place` and return it, if it is a tensor.
 
-    Any other value, such as a list of numbers, is not moved, and None is returned. If `place` is
-    the device, an upload of this value is counted.
+    Otherwise, return None. If `place` is the device, count an upload of the argument, such as a
+    list of numbers.
     """
     if args and isinstance(args[0], Tensor):
         return move(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))

@@ -125,9 +125,9 @@ def patched_autocast(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def patched_autocast_query(query: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return a version of a query such as `torch.is_autocast_enabled` that treats "cuda" as "cpu".
+    """Return a version of a query about autocast that answers for "cpu" if asked about "cuda".
 
-    The query takes a device type.
+    The query takes a device type. An example is `torch.is_autocast_enabled`.
     """
     return lambda device="cuda": query("cpu" if device == "cuda" else device)
 
@@ -201,7 +201,7 @@ def patched_load(load: Callable[..., Any]) -> Callable[..., Any]:
 def patched_grouping(group: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of a torch function that groups tensors by simulated device and dtype.
 
-    `group` is torch's own function, which sees that all tensors are on the CPU.
+    The original function `group` would treat all tensors as CPU tensors.
     """
 
     def grouped(tensors: Any, *options: Any) -> Any:
