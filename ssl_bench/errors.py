@@ -86,7 +86,7 @@ class UnreadableImage(DataError):
         message: What is wrong with the file, in one line.
         remedy: What makes the file readable: the name of a Python package to install, or a setting
             such as "data.bits=16". It is empty if the file is damaged.
-        hint: Words to type instead, as in `SslBenchError`.
+        hint: What the user should type instead, as a tuple of words, such as ("--device", "cpu").
     """
 
     def __init__(self, message: str, remedy: str = "", *, hint: Sequence[str] = ()) -> None:

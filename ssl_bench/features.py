@@ -135,7 +135,8 @@ class FeatureExtractor:
             if widths.setdefault(tap.facet, width) != width:
                 raise UnfitEncoder(
                     f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer}, but "
-                    f"{widths[tap.facet]} in an earlier block, expected equal widths"
+                    f"{widths[tap.facet]} in an earlier block. Choose blocks of "
+                    "equal width"
                 )
         return widths
 
@@ -208,8 +209,8 @@ class FeatureExtractor:
         """Replace features that are not finite by features that are computed in float32.
 
         `features` and `sums` are modified in place. If the sum of an image's features in a layer is
-        not finite, these features are replaced. Finite features of the same image are kept. They
-        therefore do not depend on which other layers are extracted.
+        not finite, these features are replaced. The features of all other layers are kept, so they
+        do not depend on which layers are extracted.
 
         Args:
             images: RGB images with values in [0, 1].

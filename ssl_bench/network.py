@@ -161,7 +161,7 @@ def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> 
     The text continues a sentence about the file, such as "cannot be read (Permission denied)".
 
     Args:
-        published: The published file, perhaps with its digest.
+        published: Address of the published file, and its digest if one is published.
         file: The local file to verify.
         check: Function that raises DataError for a wrong file. It is only called if no digest is
             published.

@@ -60,9 +60,9 @@ class SharedFeatures:
 class SharedExtractor(FeatureExtractor):
     """Feature extractor on the CPU that does not encode images whose features are already known.
 
-    On a CPU, the features of an image in a ViT do not depend on the other images in the batch. In a
-    ConvNet, they depend on them only through rounding errors. Stored features therefore equal
-    recomputed features up to rounding.
+    Stored features equal recomputed features up to rounding. On a CPU, the other images in the
+    batch do not change the features of a ViT, and change those of a ConvNet only by rounding
+    errors.
 
     Args:
         shared: Features that earlier probes have computed. New features are added to them.

@@ -334,7 +334,7 @@ def run_in_processes(
 
     @contextmanager
     def acquire_device() -> Generator[Mapping[str, str]]:
-        """Yield the environment variables of a job, and count the GPU as used until the exit.
+        """Yield the environment variables of a job, and count its GPU as used inside the context.
 
         CUDA_VISIBLE_DEVICES has the value in `devices` that the fewest running jobs use. If
         `devices` is empty, this variable is not changed.

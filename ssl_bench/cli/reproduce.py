@@ -66,7 +66,7 @@ class PlanOptions:
         roots: Folders of the datasets, by name of the dataset.
         overrides: KEY=VALUE settings. Keys that begin with "probe." or "dataset." apply to probes,
             and all other keys apply to training runs.
-        rows: Rows to reproduce. Empty for all rows.
+        rows: Names of the table rows to reproduce. Empty for all rows.
         datasets: Datasets to probe. Empty for all datasets.
         gpus: Number of GPUs that the printed commands use. None for a single device.
     """
@@ -454,7 +454,8 @@ def _probe_steps(
     Columns that need the same settings share a command.
 
     Args:
-        address: Address of the encoder, such as "NAME@EPOCH" or "timm:NAME" (see `is_run`).
+        address: Address of the encoder: a training run as "NAME" or "NAME@EPOCH", or published
+            weights such as "timm:NAME".
         columns: Columns of the published table that probes can measure.
         options: The user's options.
     """
@@ -587,7 +588,7 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
 
 
 def _curve_commands(plan: Plan) -> Iterator[str]:
-    """Yield the commands that draw the curves of a published figure, if the table has its values.
+    """Yield the commands that draw our results as curves, if the table contains values of curves.
 
     This is the case if the table contains training losses, or scores at more than two epochs of a
     run. For all other tables, no command is yielded.

@@ -582,11 +582,11 @@ def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
 
 
 def fill_in_guesses(probe: Any, guesses: Sequence[str]) -> list[str]:
-    """Replace names of settings such as "$epochs" in texts by the values of a probe's settings.
+    """Fill in the values of a probe's settings in texts that contain names such as "$epochs".
 
-    Each text (guess) describes a choice that the authors of a published protocol do not state. An
-    example is "$epochs epochs over these crops". A text that mentions a setting which the probe
-    does not have is left out.
+    An example is "$epochs epochs over these crops". Each text states what we guess about a
+    published protocol where its authors state nothing. A text is left out if it contains a setting
+    that the probe does not have.
 
     Args:
         probe: The probe.

@@ -269,7 +269,7 @@ class ImageCurve:
 
     @property
     def held_out_degenerate_percent(self) -> float | None:
-        """Percentage of degenerate images, averaged over the blocks that the folds choose.
+        """Percentage of degenerate images, averaged over the blocks that are chosen for the folds.
 
         The result of a degenerate image is arbitrary. None if no percentage is stored.
         """

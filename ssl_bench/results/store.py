@@ -290,7 +290,8 @@ class ResultStore:
         stored in `outdated`.
 
         Args:
-            paths: Paths that `encoders` returned, or None to read all records.
+            paths: Paths of the records to read, from the result of `encoders` (default: all
+                records).
 
         Raises:
             DataError: There is no valid record. If the folder is a pretraining run, the message

@@ -31,7 +31,7 @@ from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet, Table
 
 _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
 _QUESTION = ("task", "dataset", "metric", "facet", "protocol")
-"""Record fields that must be equal before the settings of two records are compared."""
+"""Fields that must be equal in two stored scores before their other fields are compared."""
 
 
 @dataclass(frozen=True)

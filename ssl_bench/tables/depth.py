@@ -151,7 +151,7 @@ class Pivot(Table):
         return entry.text()
 
     def missing_text(self, row: Any, column: Any) -> str:
-        """Return the text to print in a cell that has no score. "‡" means that none was chosen."""
+        """Return the text to print in a cell without a score: "‡" if no block could be chosen."""
         return "‡" if (row, column) in self.undecided else ""
 
     def _cell(self, row: Any, column: Any, ranking: Sequence[str]) -> Cell:
@@ -205,7 +205,7 @@ def depth_tables(records: Sequence[Record]) -> list[Pivot]:
     """Return tables of scores with blocks as rows and encoders as columns.
 
     There is one table per group of comparable records (stored scores), which have the same metric,
-    images and settings (see `comparable_groups`).
+    images and settings.
     """
     groups, names = comparable_groups(records), model_names(records)
     return [
