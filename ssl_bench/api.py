@@ -271,7 +271,8 @@ def extract_features(
     """Extract features of blocks in one forward pass per image, and return them on the CPU.
 
     Args:
-        encoder: An address, an `Encoder` or a torch module, as in `probe`.
+        encoder: An address such as "demo:skip", an `Encoder`, or a torch module with a list of
+            blocks.
         images: A batch of RGB images, or a list of files, arrays and tensors. A batch has values in
             [0, 1], and its height and width are multiples of the patch size. The images in a list
             are resized to squares.

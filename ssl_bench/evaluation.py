@@ -247,7 +247,7 @@ class Probe:
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores have
             no `per_image`.
         further_protocols: Secondary protocols (presets), which `--task all` runs in addition.
-        takes_long: Whether `--task all` runs the probe after the others.
+        takes_long: Whether the probe is slow. `--task all` runs slow probes last.
         excluded_from_identity: Fields that are not part of the settings that identify a result.
             Such fields do not affect results, or a record stores them in another column. To exclude
             one more field, write `(*Probe.excluded_from_identity, "batch_size")`. If you add a
@@ -645,7 +645,7 @@ class Evaluation:
 
 
 def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score:
-    """Return a copy of a score without the data that should not be stored.
+    """Return a copy of a score that contains only the data that should be stored.
 
     A confidence interval that does not contain the value of the score is removed, and a message is
     printed. The values of single images are removed if the score is not a percentage.

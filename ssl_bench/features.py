@@ -82,7 +82,7 @@ class FeatureExtractor:
         encoder, layers, facets, device, dtype, pad: The arguments. Duplicate layers and facets are
             removed.
         patch_size: Distance between neighbouring tokens in pixels (stride). If it differs between
-            the layers, as in hierarchical encoders, this is the largest one. `Encoder.stages`
+            the layers, as in hierarchical encoders, this is the largest distance. `Encoder.stages`
             groups layers with the same stride and width.
         dim: Feature width of the deepest layer.
         depth: Number of blocks of the encoder.
@@ -297,7 +297,7 @@ class FeatureExtractor:
             if never_called := [facet for facet in missing if facet not in _QKV_PARTS]:
                 raise UnfitEncoder(
                     f"{self.encoder.name} never calls {', '.join(never_called)} of block {layer} "
-                    "in a forward pass, so there is no output"
+                    "in a forward pass, so there is no output. Choose another facet"
                 )
             if missing:
                 raise UnfitEncoder(
@@ -444,7 +444,7 @@ class FeatureExtractor:
         if module in called:
             raise UnfitEncoder(
                 f"{self.encoder.name} calls {tap.name} more than once in a forward pass, "
-                "expected one call"
+                "expected one call. Choose another facet"
             )
         called.append(module)
         if len(called) > 1:
@@ -453,7 +453,7 @@ class FeatureExtractor:
         if not isinstance(value, Tensor):
             raise UnfitEncoder(
                 f"{tap.name} of {self.encoder.name} returns a {type(value).__name__}, expected "
-                "one tensor"
+                "one tensor. Choose another facet"
             )
         features, grid, batch = destination
         possible = _find_layouts(value.shape, batch, grid, self.encoder.num_prefix_tokens)

@@ -171,7 +171,7 @@ def plan_probes(
     overrides: Sequence[str] = (),
     roots: Mapping[str, str] | None = None,
 ) -> list[PlannedProbe]:
-    """Build the probe of each task for each dataset. This is a short form of `plan_request`.
+    """Build the probe of each task for each dataset, without reading any image.
 
     Args:
         tasks: Names of probes, such as "tokencut".

@@ -279,7 +279,7 @@ def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 
 
 
 def corloc(hits: Bool[np.ndarray, " images"]) -> float:
-    """Return CorLoc (correct localisation): the percentage of images in which the box is a hit."""
+    """Return CorLoc (correct localisation): the percentage of images with a correct box."""
     return 100.0 * float(hits.mean())
 
 

@@ -103,8 +103,8 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
         min_jobs: Desired minimum number of jobs. To reach it, the blocks that a probe evaluates are
             divided among several jobs where possible. Each of these jobs encodes all images again.
         skip_unfit: Whether to leave out probes that do not support an encoder, with a message. If
-            False, such a probe raises `UnfitEncoder`. For baseline encoders, such as an encoder
-            with random weights, it is always left out.
+            False, such a probe raises `UnfitEncoder`. Probes that do not support a baseline
+            encoder, such as one with random weights, are always left out.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)

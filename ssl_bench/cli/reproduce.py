@@ -304,7 +304,7 @@ def split_address(address: str) -> tuple[str, int | None]:
 
 
 def list_runs(table: PublishedTable) -> list[Experiment]:
-    """Return the training runs that reproduce a published table, in an order in which they can run.
+    """Return the training runs that reproduce a published table, in the order in which to run them.
 
     If run A starts from the weights of run B, then B comes before A.
     """

@@ -153,7 +153,7 @@ def list_keys(config: Mapping[str, Any]) -> list[str]:
 def read_file(file: Path) -> dict[str, Any]:
     """Return the content of a YAML file of `configs/`.
 
-    If the file has a list `defaults` of other files, which Hydra would merge, they are not merged.
+    Other files in its list `defaults`, which Hydra would merge, are not merged.
     """
     values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     return values
@@ -469,9 +469,9 @@ def describe_keys(config: Any, key: str = "") -> dict[str, tuple[str, str]]:
         key: Config key of this part, or "" for the whole configuration.
 
     Returns:
-        Two texts for each full key such as "probe.tau", each of which may be empty. The first text
-        states the allowed values, such as "a number in [0, 1]". The second text is the first
-        sentence about the field in the docstring of its class.
+        Two texts for each full key, such as "probe.tau". A text may be empty. The first text states
+        the allowed values, such as "a number in [0, 1]". The second text is the first sentence
+        about the field in the docstring of its class.
     """
     if not isinstance(config, Mapping):
         return {}

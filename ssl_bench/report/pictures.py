@@ -396,16 +396,16 @@ def select_strips(
 ) -> list[Strip]:
     """Choose strips for the overview page: one for each checkpoint and task, for a few tasks.
 
-    A strip is a row of pictures that show one image at every block. The image of which the most
-    checkpoints have pictures is chosen. If there are several such images, the one with the most
-    hits is chosen.
+    A strip is a row of pictures that show one image at every block. The image that most checkpoints
+    have pictures of is chosen. If there are several, it is the image in which most encoders find
+    the object.
 
     Args:
         files: The picture files of the results folder.
         checkpoints: The checkpoints, in the order of the strips.
         galleries: The galleries of pictures, by encoder id.
-        panels: Groups of comparable scores. If they contain the task and dataset of a gallery, its
-            pictures are only used if they show the scored images, and not older images.
+        panels: Groups of comparable scores. If a task and dataset have scores, only pictures of the
+            scored images are used.
         hits: For the file name of each picture, how many encoders find the object in its image.
     """
     scored = {(p.task, p.dataset, short_fingerprint(p.record.dataset_fingerprint)) for p in panels}

@@ -108,9 +108,8 @@ class Pivot(Table):
     def _ranking(self, column: Any) -> list[str]:
         """Return the printed scores of a column that can be marked as best, without repetitions.
 
-        The highest score comes first. `Entry.is_rankable` states which scores can be best. The list
-        is empty if the column has fewer than two scores, because no score is then marked. It is
-        also empty if all of several scores that can be best are printed as the same number.
+        The highest score comes first. The list is empty if no score should be marked: if the column
+        has fewer than two scores, or if several can be best and all are printed as the same number.
         """
         known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)

@@ -235,7 +235,7 @@ class Entry:
         """Whether the value can be marked as the best of a table column.
 
         A higher value of the metric must be better, and the value must not be NaN. At most half of
-        the images may have an arbitrary result (see `is_degenerate`).
+        the images may have an arbitrary result.
         """
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate

@@ -142,9 +142,9 @@ class RunLog:
     def shorten(self, measure: str, ends: Sequence[int]) -> dict[int, StepMean]:
         """Return a summary of a measure for each interval of steps, usually its mean.
 
-        Intervals without a logged value are left out. If the measure is logged at every step, the
-        value of such an interval is NaN instead, so that a drawn line has a gap. Intervals after
-        the last logged step are always left out.
+        Intervals without a logged value are left out. If the measure is logged at every step, such
+        intervals get the value NaN instead until the last logged step, which makes a gap in a drawn
+        line.
 
         Args:
             measure: Name of the measure, such as "loss".
