@@ -50,7 +50,7 @@ _SHORT_FORMS: Mapping[str, str] = {
     "class_names": "dataset.class_names",
     "box_format": "dataset.box_format",
 }
-"""Config keys that some keyword arguments of `probe` set. Most other arguments set `probe.NAME`."""
+"""Config key for each short keyword argument of `probe`. Most others set the key `probe.NAME`."""
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][\w.-]*")
 _TOP_LEVEL_KEYS = ("seed", "dtype", "corrupt")
 _PROBE_KEYWORDS = {"--checkpoint": "encoder", **{key: name for name, key in _SHORT_FORMS.items()}}

@@ -55,10 +55,10 @@ _NEW_NAMES = {
     "rounds_size": "resize",
     **dict.fromkeys(("protocols_by_role", "truths_by_role", "max_sides_by_role"), "settings_for"),
 }
-"""Old names of attributes of `Probe`, with the names that replace them."""
+"""New names of renamed attributes of `Probe`, by their old names."""
 
 Progress = Callable[..., Iterable[Any]]
-"""A function that yields items unchanged and shows progress, like `show_progress`."""
+"""A function that yields the items of its argument unchanged and shows the progress."""
 
 
 class FeatureCache(UserDict[Any, Any]):
@@ -424,8 +424,8 @@ class Probe:
 def display_name(probe: Probe) -> str:
     """Return the name of a probe for messages, such as "tokencut" or "tokencut, adaptive".
 
-    The second word is the name of the protocol, a preset of settings. It is only added if the
-    protocol is in `Probe.further_protocols`.
+    The second word is the name of the protocol, a preset of settings. It is left out unless the
+    protocol is a secondary one, which `--task all` runs in addition.
     """
     is_secondary = probe.protocol in probe.further_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task

@@ -26,7 +26,7 @@ Row 0 contains the correct pixels, row 1 the predicted pixels, and row 2 the gro
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """IoU thresholds of COCO AP. A predicted box is correct if its IoU is at least the threshold."""
 MOST_DETECTIONS = 100
-"""Maximum number of scored boxes in each image: those with the highest confidence."""
+"""Number of boxes with the highest confidence that are scored in each image, at most."""
 _RECALLS = np.linspace(0, 1, 101)
 
 _BETA_SQUARED = 0.3
@@ -152,7 +152,7 @@ def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     0 if precision and recall are 0.
 
     Args:
-        counts: Pixels of the object that are correct, predicted and true, and all scored pixels.
+        counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
 
     Source: metric.py of unsupervised_saliency_detection in
     https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
@@ -169,7 +169,7 @@ def object_iou(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     """Return the intersection over union of each image in percent, or 100 if the union is empty.
 
     Args:
-        counts: Pixels of the object that are correct, predicted and true, and all scored pixels.
+        counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
     """
     both, predicted, true, _ = (counts[..., n].astype(np.int64) for n in range(4))
     union = predicted + true - both
@@ -182,7 +182,7 @@ def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     A pixel is correct if prediction and ground truth agree on whether it belongs to the object.
 
     Args:
-        counts: Pixels of the object that are correct, predicted and true, and all scored pixels.
+        counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
     """
     both, predicted, true, total = (counts[..., n].astype(np.int64) for n in range(4))
     correct = total - predicted - true + 2 * both

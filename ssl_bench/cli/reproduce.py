@@ -159,7 +159,7 @@ class Plan:
         """Check that the user specified the folders of all training datasets.
 
         Without a folder, a run would train on generated toy images instead of the paper's images.
-        Only the copying task of a paper needs no folder, because its strings are generated.
+        Only the task of copying strings needs no folder, because the strings are generated.
         """
         missing = {run.images for run in self.runs} - set(self.options.roots) - {"copying"}
         if missing and "data.root" not in self.options.run_values:
@@ -273,8 +273,8 @@ def _parse_roots(text: str | None) -> dict[str, str]:
 def find_tables(name: str) -> list[PublishedTable]:
     """Return the published tables that `name` identifies.
 
-    If `name` is the name of a table, such as "cutting_the_skip/table2", this is one table. If
-    `name` is the name of a paper, these are all of its tables.
+    The name "cutting_the_skip/table2" identifies one table, "table2" all tables with this name, and
+    "cutting_the_skip" all tables of this paper.
     """
     known = {full_name(table): table for table in load_published_tables()}
     tables = [table for full, table in known.items() if name in (full, table.name, table.paper)]

@@ -61,8 +61,8 @@ class Experiment:
     def to_config(self) -> dict[str, Any]:
         """Return the settings of the run as the content of a file in `configs/experiment`.
 
-        Its Hydra list `defaults` contains the recipe. Settings with dotted keys become nested
-        dictionaries.
+        The key `defaults`, a list of Hydra, contains the recipe. Settings with dotted keys become
+        nested dictionaries.
         """
         files = {key: value for key, value in self.changes.items() if key in _FILE_GROUPS}
         config: dict[str, Any] = {

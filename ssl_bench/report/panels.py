@@ -184,7 +184,7 @@ def _describe_skips(architecture: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Scores of one checkpoint for one metric, averaged over seeds and ordered by block.
+    """The line of one checkpoint in a chart: its scores by block, averaged over seeds.
 
     Attributes:
         entries: The score of each block.

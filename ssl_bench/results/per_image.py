@@ -124,7 +124,7 @@ _KINDS_OF_OLD_METRICS = {
 
 
 def guess_kind(metric: str, per_image: PerImage) -> str:
-    """Guess the kind of per-image values, such as "hits", for an old record that lacks it.
+    """Guess the kind of per-image values, such as "hits", for an old record that does not state it.
 
     The kind is the rule that computes the metric from the values. A record is the stored result of
     one evaluation. Early versions stored percentages as floats, and hits as one integer for each

@@ -182,8 +182,9 @@ def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
 def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
     """Return copies of the rows with p-values after Holm's correction for multiple comparisons.
 
-    The correction is for the number of rows with a p-value. A row is ignored if one of its scores
-    is degenerate (too many images have an arbitrary result), and its corrected p-value is NaN.
+    The correction is for the number of rows with a p-value. Rows with a degenerate score are
+    ignored and get the p-value NaN. A score is degenerate if too many images have an arbitrary
+    result.
     """
     ps = holm([math.nan if row.is_degenerate else row.p for row in rows])
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]

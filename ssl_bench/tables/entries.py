@@ -139,9 +139,8 @@ def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
 def choose_main_metric(task: str, metrics: Sequence[tuple[str, bool]]) -> str:
     """Return the metric that represents a task in overviews.
 
-    This is the first metric of `TaskTexts.metrics` that was measured. If none of these was
-    measured, it is the first metric in `metrics` for which higher is better, or the first of all if
-    there is no such metric.
+    This is the first metric of `TaskTexts.metrics` that was measured. If there is none, it is the
+    first metric in `metrics` for which higher is better, or simply the first one.
 
     Args:
         task: Name of the task.

@@ -51,8 +51,8 @@ class PublishedColumn:
             if the paper does not state it.
         of: For a column of differences, the name of the column in which rows are compared.
         reference: For a column of differences, the name of the row with which each row is compared.
-        is_loss: Whether a difference is the reference minus the row, instead of the row minus the
-            reference.
+        is_loss: Whether a difference is a loss: the reference minus the row, instead of the row
+            minus the reference.
     """
 
     name: str

@@ -143,8 +143,8 @@ class RunLog:
         """Return a summary of a measure for each interval of steps, usually its mean.
 
         Intervals without a logged value are left out. If the measure is logged at every step, such
-        intervals get the value NaN instead until the last logged step, which makes a gap in a drawn
-        line.
+        intervals get the value NaN instead, so that a drawn line has a gap. Intervals after the
+        last logged step are left out in any case.
 
         Args:
             measure: Name of the measure, such as "loss".
