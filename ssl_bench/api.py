@@ -50,7 +50,7 @@ _SHORT_FORMS: Mapping[str, str] = {
     "class_names": "dataset.class_names",
     "box_format": "dataset.box_format",
 }
-"""Config keys that some keyword arguments of `probe` set. Most other arguments set `probe.NAME`."""
+"""Config key for each short keyword argument of `probe`. Most others set the key `probe.NAME`."""
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][\w.-]*")
 _TOP_LEVEL_KEYS = ("seed", "dtype", "corrupt")
 _PROBE_KEYWORDS = {"--checkpoint": "encoder", **{key: name for name, key in _SHORT_FORMS.items()}}
@@ -271,7 +271,8 @@ def extract_features(
     """Extract features of blocks in one forward pass per image, and return them on the CPU.
 
     Args:
-        encoder: An address, an `Encoder` or a torch module, as in `probe`.
+        encoder: An address such as "demo:skip", an `Encoder`, or a torch module with a list of
+            blocks.
         images: A batch of RGB images, or a list of files, arrays and tensors. A batch has values in
             [0, 1], and its height and width are multiples of the patch size. The images in a list
             are resized to squares.

@@ -86,7 +86,7 @@ class UnreadableImage(DataError):
         message: What is wrong with the file, in one line.
         remedy: What makes the file readable: the name of a Python package to install, or a setting
             such as "data.bits=16". It is empty if the file is damaged.
-        hint: Words to type instead, as in `SslBenchError`.
+        hint: What the user should type instead, as a tuple of words, such as ("--device", "cpu").
     """
 
     def __init__(self, message: str, remedy: str = "", *, hint: Sequence[str] = ()) -> None:
@@ -130,8 +130,8 @@ def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> B
     """Return an error that states the Python file and the line in which an exception was raised.
 
     The last call in a traceback is often inside a library. The error therefore states the last call
-    whose file belongs to `packages`. If there is none, it states the last call. For a SyntaxError,
-    it states the invalid line.
+    in a file of `packages`. If there is none, it states the last call of all. For a SyntaxError, it
+    states the invalid line.
 
     Args:
         error: The exception with its traceback.
@@ -169,8 +169,8 @@ def with_hint(
 
     Args:
         message: What is wrong.
-        hint: Words to type. The word "or" separates alternatives. Alternatives that the message
-            already contains are not repeated.
+        hint: Words to type. The word "or" separates alternatives. An alternative is left out if the
+            message already contains it.
         keyword_names: If given, the hint is always shown as Python arguments. The dictionary maps
             flags and keys to argument names, such as {"--checkpoint": "encoder"}.
     """

@@ -12,14 +12,16 @@ from ssl_bench.sweep import Job
 
 
 class EarlierRun(NamedTuple):
-    """One evaluation of a job's probe on some of the job's images.
+    """An earlier evaluation of the probe of a job, on some of the job's images.
+
+    A job is the evaluation of one encoder with one probe on one dataset.
 
     Attributes:
         ids: Ids of the scored images.
         num_images: Number of scored images and training images.
         seconds: Wall-clock time.
-        device: Device as in `Record.device`.
-        created: Time at which it ended, in UTC and ISO 8601.
+        device: Device that ran the evaluation, such as "cpu: x86_64, 2 threads".
+        created: Time at which the evaluation ended, in UTC and ISO 8601.
     """
 
     ids: frozenset[str]
@@ -32,9 +34,9 @@ class EarlierRun(NamedTuple):
 def estimate_seconds(jobs: Sequence[Job], store: ResultStore) -> list[float | None]:
     """Estimate the wall-clock time of jobs from stored results on some of their images.
 
-    The time is extrapolated linearly over the number of images (see `extrapolate`). Only results of
-    the same encoder, probe settings and blocks count, and only those of the device that was used
-    last. Such results come from the same command with `--limit 12`, for example.
+    A job evaluates one encoder with one probe on one dataset. To get results on some of its images,
+    run the same command with `--limit 12`, for example. The time is extrapolated linearly to all
+    images. Only results of the most recently used device are used.
 
     Args:
         jobs: The planned jobs.
@@ -54,7 +56,7 @@ def estimate_seconds(jobs: Sequence[Job], store: ResultStore) -> list[float | No
 def _estimate_from_runs(job: Job, runs: Sequence[EarlierRun]) -> float | None:
     """Estimate the seconds of a job from earlier runs, which are ordered by time.
 
-    Images whose results were copied from an earlier run, or will be copied, take no time.
+    Some probes copy stored results of images from earlier runs. Such images take no time.
     """
     seconds, copied = dict[int, float](), frozenset[str]()
     for run in runs:
@@ -69,9 +71,9 @@ def _estimate_from_runs(job: Job, runs: Sequence[EarlierRun]) -> float | None:
 def extrapolate(seconds: Mapping[int, float], num_images: int) -> float:
     """Estimate the time for a number of images.
 
-    With measurements of several numbers of images, fit a line, which includes a constant time for
-    the start. A line that does not rise is not used. With one measurement, assume that the time is
-    proportional to the number of images.
+    With one measurement, assume that the time is proportional to the number of images. With
+    several, fit a line that includes a constant start-up time. If the fitted time does not grow
+    with the number of images, return the time that was measured for the most images.
 
     Args:
         seconds: Measured seconds by number of images.
@@ -86,7 +88,7 @@ def extrapolate(seconds: Mapping[int, float], num_images: int) -> float:
 
 
 def _load_records(jobs: Sequence[Job], store: ResultStore) -> list[Record]:
-    """Load the records of the jobs' encoders and tasks, without those that cannot be read."""
+    """Load the readable records (stored results) of the encoders and tasks of jobs."""
     encoders = {encoder_id(job.encoder.identity()) for job in jobs}
     folders = {f"/records/{job.planned.probe.task}/" for job in jobs}
     try:
@@ -122,7 +124,7 @@ def _find_earlier_runs(job: Job, records: Sequence[Record], store: ResultStore) 
 
 
 def _identify_probe(key: ResultKey, job: Job) -> tuple[object, ...]:
-    """Return what determines the time per image: the encoder, the probe and its settings."""
+    """Return the encoder, the probe and its settings, which determine the time per image."""
     probe = job.planned.probe
     names = {*probe.settings(), "dtype"}.difference(probe.settings_without_cost)
     settings = {name: key.settings.get(name) for name in names}

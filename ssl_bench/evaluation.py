@@ -47,7 +47,7 @@ _CPU = torch.device("cpu")
 # Shorter runs of a probe do not report their cost.
 _MIN_REPORTED_SECONDS = 5.0
 SIZE_FIELDS = ("image_size", "longer_side", "max_side", "squash")
-"""Fields of probes that determine the image size. `Probe.resize` returns this size as a rule."""
+"""Names of the probe settings that determine the size to which images are resized."""
 _NEW_NAMES = {
     "not_settings": "excluded_from_identity",
     "shown_to": "with_native_size",
@@ -55,10 +55,10 @@ _NEW_NAMES = {
     "rounds_size": "resize",
     **dict.fromkeys(("protocols_by_role", "truths_by_role", "max_sides_by_role"), "settings_for"),
 }
-"""Old names of attributes of `Probe`, with the names that replace them."""
+"""New names of renamed attributes of `Probe`, by their old names."""
 
 Progress = Callable[..., Iterable[Any]]
-"""A function that yields items unchanged and shows progress, like `show_progress`."""
+"""A function that yields the items of its argument unchanged and shows the progress."""
 
 
 class FeatureCache(UserDict[Any, Any]):
@@ -68,9 +68,9 @@ class FeatureCache(UserDict[Any, Any]):
     that affects its features, such as the precision.
 
     Attributes:
-        started_files: Files with intermediate results that earlier probes of the same command have
-            created. Later probes add to these files, even if `overwrite` is set. Other files
-            of this kind are deleted if `overwrite` is set.
+        started_files: Files with intermediate results that earlier probes of this command have
+            created. Later probes of the command add to them. All other such files come from earlier
+            commands and are deleted if `overwrite` is set.
     """
 
     def __init__(self) -> None:
@@ -86,9 +86,8 @@ class FeatureCache(UserDict[Any, Any]):
         """Drop cached features that the next probe cannot use, to free memory.
 
         If the encoder, the role or the images change, all features are dropped. If only the
-        corruption changes, features that have not been used since its last change are dropped.
-        Features of training images are kept. Training images are never corrupted, so each
-        corruption uses the same features of them.
+        corruption changes, features that the previous corruption did not use are dropped. Features
+        of training images are kept, because training images are never corrupted.
 
         Args:
             encoder: Encoder of the next probe.
@@ -136,8 +135,8 @@ class ProbeContext:
         shared: Features of images that several probes of the command encode in the same way. The
             method `extractor` reads and extends them. None if no other probe encodes these images.
         later: Probes that run next on the same blocks, each with the folder for its figures.
-            `Probe.run` may also compute the encoder outputs that they need. `Probe.serves` decides
-            which probes are listed.
+            `Probe.run` may also compute the encoder outputs that these probes need, to save forward
+            passes.
     """
 
     encoder: Encoder
@@ -158,7 +157,7 @@ class ProbeContext:
     def extractor(self, layers: Sequence[int], *facets: Facet) -> FeatureExtractor:
         """Return a feature extractor that uses the encoder, device and precision of this context.
 
-        On a CPU, it does not encode images again that another probe of the command has encoded.
+        On a CPU, it reuses the features of images that another probe of the command has encoded.
 
         Args:
             layers: Block indices, 0-based.
@@ -196,12 +195,12 @@ class Score:
         details: Further values to store with the score. If `value` is NaN, the entry "undefined"
             states the reason, and tables print it.
         per_image: Values of each image from which `value` can be recomputed, such as whether its
-            box is correct. All blocks, facets and encoders must use the same order of images. They
-            are not stored if `unit` is not "%".
+            box is correct. The order of the images must be the same for all blocks, facets and
+            encoders. The values are only stored if `unit` is "%".
         unit: "%", or an empty string if the value is not a percentage.
-        per_image_kind: How `value` is computed from `per_image`, such as "hits" or "mean_iou". You
-            may omit it if `per_image` has one number for each image. Booleans and integers then
-            mean hits (1) and misses (0). Floats mean percentages whose mean is `value`.
+        per_image_kind: How `value` is computed from `per_image`, such as "hits" or "mean_iou". It
+            may be None if `per_image` has one number for each image. Booleans and integers are then
+            hits (1) and misses (0), and floats are percentages whose mean is `value`.
     """
 
     layer: int
@@ -243,18 +242,18 @@ class Probe:
             `Score.per_image`.
         shares_features: Whether this probe resizes and encodes images in the same way as other
             probes of its role. If so, one command encodes each image only once for all of them.
-        reuses_results: Whether this probe copies results of single images from earlier runs on
-            other image sets in the same results folder.
+        reuses_results: Whether this probe reuses stored results of single images, even if they come
+            from an earlier run on another set of images.
         settings_without_cost: Settings that hardly affect the time of a run. Runs that differ in
             them are used to estimate the time of each other.
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores have
             no `per_image`.
         further_protocols: Secondary protocols (presets), which `--task all` runs in addition.
-        takes_long: Whether `--task all` runs the probe after the others.
+        takes_long: Whether the probe is slow. `--task all` runs slow probes last.
         excluded_from_identity: Fields that are not part of the settings that identify a result.
-            They do not affect results, or a record stores them in another column. To exclude one
-            more field, write `(*Probe.excluded_from_identity, "batch_size")`. If you add a field to
-            a probe and do not exclude it, finished results are computed again.
+            Such fields do not affect results, or a record stores them in another column. To exclude
+            one more field, write `(*Probe.excluded_from_identity, "batch_size")`. If you add a
+            field to a probe and do not exclude it, finished results are computed again.
         metric_version: Version of the metric's code, an integer literal in the class body. Increase
             it if a change of the code changes scores. Results of lower versions are then outdated.
     """
@@ -362,10 +361,10 @@ class Probe:
         return Resize(self.image_size)
 
     def with_native_size(self, native_size: tuple[int, int]) -> Any:
-        """Return a copy of the probe whose settings suit the encoder's native image size.
+        """Return a copy of the probe with settings for the encoder's native image size.
 
-        It is only called for encoders that accept several image sizes. By default, the probe is
-        returned unchanged.
+        This method is only called if the encoder accepts several image sizes. By default, it
+        returns the probe unchanged.
 
         Args:
             native_size: Native height and width in pixels.
@@ -376,8 +375,8 @@ class Probe:
     def with_squares(self, side: int) -> Any:
         """Return a copy of the probe that resizes images to squares of `side` pixels.
 
-        It is only called for encoders that accept a single image size. If `image_size` is None, the
-        probe is returned unchanged, because it already uses the encoder's native size.
+        This method is only called if the encoder accepts a single image size. If `image_size` is
+        None, the probe already uses the encoder's native size and is returned unchanged.
         """
         own: Any = self
         return self if self.image_size is None else replace(own, image_size=side)
@@ -385,8 +384,9 @@ class Probe:
     def serves(self, other: "Probe") -> bool:
         """Return whether this probe can also compute the encoder outputs that another probe needs.
 
-        This saves forward passes. If it returns True and both probes must run on the same blocks,
-        `run` finds the other probe in `ProbeContext.later`.
+        If so, and if both probes run on the same blocks, the other probe is listed in
+        `ProbeContext.later`. The method `run` may then compute these outputs, to save forward
+        passes.
 
         Args:
             other: A probe that the same command runs after this one.
@@ -427,8 +427,8 @@ class Probe:
 def display_name(probe: Probe) -> str:
     """Return the name of a probe for messages, such as "tokencut" or "tokencut, adaptive".
 
-    The second word is the name of the protocol, a preset of settings. It is only added if the
-    protocol is in `Probe.further_protocols`.
+    The second word is the name of the protocol, a preset of settings. It is left out unless the
+    protocol is a secondary one, which `--task all` runs in addition.
     """
     is_secondary = probe.protocol in probe.further_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
@@ -443,7 +443,8 @@ class Evaluation:
         allow_overlap: Whether scored images may also be training images.
         changed: Settings that differ from the probe's protocol, a preset of settings. They are
             stored in the records. If None, they are derived from `probe`.
-        encoder, dataset, layers, seed, device, dtype: The same as in `ProbeContext`.
+        encoder, dataset, layers, seed, device, dtype: The frozen encoder, the dataset, the 0-based
+            block indices, the random seed, the device, and the precision of the forward pass.
     """
 
     encoder: Encoder
@@ -647,7 +648,7 @@ class Evaluation:
 
 
 def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score:
-    """Return a copy of a score without the data that should not be stored.
+    """Return a copy of a score that contains only the data that should be stored.
 
     A confidence interval that does not contain the value of the score is removed, and a message is
     printed. The values of single images are removed if the score is not a percentage.
@@ -673,10 +674,10 @@ class WorkPlan:
     """The missing results and the stored results of a probe.
 
     Attributes:
-        pending: Keys that identify the missing results. A result with an incomplete record counts
-            as missing.
+        pending: Keys that identify the missing results. A result also counts as missing if its
+            record lacks the per-image values that the probe should store.
         layers: Block indices with missing results or missing figures, in the requested order.
-        finished: Records of the stored results by key, without incomplete records.
+        finished: Records of all results that are not missing, by key.
     """
 
     pending: frozenset[ResultKey]
@@ -693,9 +694,9 @@ def find_pending(
 ) -> WorkPlan:
     """Find the results of a probe that are missing in a results folder.
 
-    A result counts as missing if its record lacks the per-image values that the probe stores. The
-    returned layers are those with a missing result or figure. If a figure shows several layers and
-    one of them is missing, all of them are returned, because the figure is drawn again.
+    A result also counts as missing if its record lacks the per-image values that the probe should
+    store. The returned layers are those with a missing result or figure. If a figure must be drawn
+    again, all layers that it shows are returned.
 
     Args:
         probe: The probe, adapted to the encoder.
@@ -735,7 +736,7 @@ def _list_figures(
 
     Args:
         probe: The probe.
-        keys: Keys that identify the requested results, and thus the layers.
+        keys: Keys that identify the requested results. Each key contains a layer.
         images: The scored images.
     """
     stages: dict[int | None, list[ResultKey]] = {}
@@ -851,8 +852,8 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
 
     Args:
         probe: The probe.
-        encoder: The encoder. If its blocks have different strides, the largest stride of all blocks
-            counts as the patch size. A result thus does not depend on which blocks are scored.
+        encoder: The encoder. If its blocks have different strides, the largest stride counts as the
+            patch size. The image size thus does not depend on which blocks are scored.
         typed: Names of the fields that the user set.
 
     Raises:

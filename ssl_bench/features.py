@@ -82,7 +82,7 @@ class FeatureExtractor:
         encoder, layers, facets, device, dtype, pad: The arguments. Duplicate layers and facets are
             removed.
         patch_size: Distance between neighbouring tokens in pixels (stride). If it differs between
-            the layers, as in hierarchical encoders, this is the largest one. `Encoder.stages`
+            the layers, as in hierarchical encoders, this is the largest distance. `Encoder.stages`
             groups layers with the same stride and width.
         dim: Feature width of the deepest layer.
         depth: Number of blocks of the encoder.
@@ -135,7 +135,8 @@ class FeatureExtractor:
             if widths.setdefault(tap.facet, width) != width:
                 raise UnfitEncoder(
                     f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer}, but "
-                    f"{widths[tap.facet]} in an earlier block, expected equal widths"
+                    f"{widths[tap.facet]} in an earlier block. Choose blocks of "
+                    "equal width"
                 )
         return widths
 
@@ -208,8 +209,8 @@ class FeatureExtractor:
         """Replace features that are not finite by features that are computed in float32.
 
         `features` and `sums` are modified in place. If the sum of an image's features in a layer is
-        not finite, these features are replaced. Finite features of the same image are kept. They
-        therefore do not depend on which other layers are extracted.
+        not finite, these features are replaced. The features of all other layers are kept, so they
+        do not depend on which layers are extracted.
 
         Args:
             images: RGB images with values in [0, 1].
@@ -296,7 +297,7 @@ class FeatureExtractor:
             if never_called := [facet for facet in missing if facet not in _QKV_PARTS]:
                 raise UnfitEncoder(
                     f"{self.encoder.name} never calls {', '.join(never_called)} of block {layer} "
-                    "in a forward pass, so there is no output"
+                    "in a forward pass, so there is no output. Choose another facet"
                 )
             if missing:
                 raise UnfitEncoder(
@@ -443,7 +444,7 @@ class FeatureExtractor:
         if module in called:
             raise UnfitEncoder(
                 f"{self.encoder.name} calls {tap.name} more than once in a forward pass, "
-                "expected one call"
+                "expected one call. Choose another facet"
             )
         called.append(module)
         if len(called) > 1:
@@ -452,7 +453,7 @@ class FeatureExtractor:
         if not isinstance(value, Tensor):
             raise UnfitEncoder(
                 f"{tap.name} of {self.encoder.name} returns a {type(value).__name__}, expected "
-                "one tensor"
+                "one tensor. Choose another facet"
             )
         features, grid, batch = destination
         possible = _find_layouts(value.shape, batch, grid, self.encoder.num_prefix_tokens)

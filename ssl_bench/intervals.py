@@ -205,10 +205,10 @@ class MeanIoU(Jackknife):
     def ci95(self) -> Interval | None:
         """Return a 95 % confidence interval, widened by the bias correction.
 
-        The lower end is computed from `value`, in which classes that are only predicted have an IoU
-        of 0. The upper end is computed from `over_true_classes`, without these classes. The reason
-        is that their IoU on more images is unknown. The interval covers the mean IoU on infinitely
-        many images, and also on other image sets of the same size.
+        The IoU of classes that occur only in the predictions may be higher on more images. The
+        lower end is therefore computed from `value`, which counts this IoU as 0. The upper end is
+        computed from `over_true_classes`, which leaves these classes out. The interval covers the
+        mean IoU on infinitely many images, and also on other image sets of the same size.
         """
         low = self.value + min(self.correction, 0.0) - self.margin
         high = self.over_true_classes + max(self.correction, 0.0) + self.margin
@@ -274,8 +274,8 @@ def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
     Use it instead of `Jackknife` if the score is not a smooth function of the counts of each image.
 
     Args:
-        per_image: Counts of each image, such as its numbers of correct boxes. The first axis is the
-            images.
+        per_image: Counts of each image, such as its numbers of correct boxes, with images as the
+            first axis.
         score: Function that computes the score in percent from counts summed over images. If its
             argument has an additional first axis of bootstrap samples, it must return one score for
             each sample.
@@ -356,9 +356,9 @@ def interval_contains(ci95: Interval | None, value: float) -> bool:
 def holm(ps: Sequence[float]) -> list[float]:
     """Correct p-values for multiple tests by Holm's method, and return them in the same order.
 
-    If all corrected p-values are compared with a significance level, this level bounds the
-    probability of any false positive. The tests need not be independent. A p-value of NaN stays NaN
-    and does not count as a test.
+    If each corrected p-value below 0.05 counts as significant, the probability of one or more false
+    positives is at most 5 %. The tests need not be independent. A p-value of NaN stays NaN and does
+    not count as a test.
 
     Source: Holm, Scandinavian Journal of Statistics 6, 1979.
     """

@@ -149,7 +149,7 @@ def parse_layer_numbers(layers: str | int | Sequence[int], depth: int = 0) -> li
     Args:
         layers: A selection such as "0,5,11", "0-3", 11 or [0, 11], but not "all".
         depth: Number of blocks of the encoder. It is only used for ranges with one negative end,
-            such as 4..-1, which is a range from block 4 to the last block.
+            such as 4..-1 (block 4 to the last block).
     """
     if isinstance(layers, int):
         return [layers]

@@ -67,7 +67,7 @@ def knn_ranks(
     sum of votes has rank 0. A true class without votes has the rank `num_classes`, so it never
     counts as correct, even in the top 5.
 
-    Equally near images are ordered by index, and classes with equal votes as well.
+    Images with equal similarities, and classes with equal votes, are ordered by index.
 
     Args:
         queries: Features and true classes of the images to classify.
@@ -153,9 +153,9 @@ def nearest_vectors(
     """Return cosine similarities and indices of the nearest vectors to each query, nearest first.
 
     If similarities are equal, the vector with the lower index comes first. The result does not
-    depend on the search engine. The faiss library only proposes candidates, whose similarities a
-    matrix product then computes again. If faiss may have missed a neighbour because of rounding, a
-    matrix product searches all vectors instead.
+    depend on the search engine. faiss only proposes candidates, and a matrix product computes their
+    similarities again. If rounding errors of faiss may have excluded a neighbour, a matrix product
+    searches all vectors instead.
 
     Args:
         queries: Unit vectors in float32.

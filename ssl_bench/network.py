@@ -63,8 +63,8 @@ def download(published: PublishedFile, path: Path, check: Check | None = None) -
 
     The bytes are written to `path` + ".part". This file is verified and then renamed to `path`. A
     file that already exists at `path` is also verified. An interrupted download is continued if a
-    digest is published, and otherwise starts again. If several processes download the same file,
-    one downloads it and the others wait.
+    digest is published, and otherwise starts again. If several processes request the same file, one
+    process downloads it while all others wait.
 
     Args:
         published: Address of the file, and its digest if one is published.
@@ -161,7 +161,7 @@ def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> 
     The text continues a sentence about the file, such as "cannot be read (Permission denied)".
 
     Args:
-        published: The published file, perhaps with its digest.
+        published: Address of the published file, and its digest if one is published.
         file: The local file to verify.
         check: Function that raises DataError for a wrong file. It is only called if no digest is
             published.

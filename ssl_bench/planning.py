@@ -123,8 +123,8 @@ class PlannedProbe:
     ) -> list[Probe]:
         """Return the later probes that can reuse encoder outputs of this probe.
 
-        They have the same dataset, precision and seed as this probe, and `Probe.serves` is True for
-        them.
+        These are the probes with the same dataset, precision and seed as this probe, for which the
+        method `Probe.serves` of this probe returns True.
 
         Args:
             later: Planned probes that run after this one.
@@ -171,7 +171,7 @@ def plan_probes(
     overrides: Sequence[str] = (),
     roots: Mapping[str, str] | None = None,
 ) -> list[PlannedProbe]:
-    """Build the probe of each task for each dataset. This is a short form of `plan_request`.
+    """Build the probe of each task for each dataset, without reading any image.
 
     Args:
         tasks: Names of probes, such as "tokencut".
@@ -183,7 +183,7 @@ def plan_probes(
 
 
 def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
-    """Combine tasks with the datasets that support them, and build both for each combination.
+    """Combine tasks with the datasets that support them, and build each probe and dataset.
 
     No image is read. A setting such as `probe.tau=0.3` applies to all tasks that have this key. If
     `corrupt=` lists several corruptions, each combination is planned once for each corruption.
@@ -193,10 +193,9 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
         the same role, such as "segmentation", follow each other, because they can share features.
 
     Raises:
-        ConfigurationError: A key does not exist, a value is invalid, or a task is supported by none
-            of the datasets although other tasks are.
-        DataError: None of the datasets supports any of the tasks. For example, tokencut needs
-            boxes.
+        ConfigurationError: A key does not exist, a value is invalid, or no dataset supports some of
+            the tasks.
+        DataError: No dataset supports any of the tasks. For example, tokencut needs boxes.
     """
     corruptions, overrides = parse_corruptions(request.overrides)
     pairs = [(task, dataset) for dataset in request.datasets for task in request.tasks]
@@ -279,7 +278,7 @@ def evaluate(
         allow_none: Return an empty list if all probes are left out, instead of raising an error.
         features: Cache of features that earlier calls computed.
         later: Planned probes of later calls with the same encoder and blocks. Probes of this call
-            also compute the encoder outputs that they need, where `Probe.serves` allows it.
+            may also compute encoder outputs for them, to save forward passes.
     """
     records, left_out = list[Record](), list[str]()
     features = FeatureCache() if features is None else features
@@ -539,11 +538,11 @@ def _build_pair(
 def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> list[PlannedProbe]:
     """Return the planned probes whose dataset has the annotations that the probe needs.
 
-    If none of the requested datasets supports a task, an error is raised. If the user requested all
-    tasks, such a task is left out with a message, provided that another task is supported.
+    If no requested dataset supports a task, an error is raised. With `--task all`, a message states
+    that the task is left out. An error is then only raised if no task at all is supported.
 
     Raises:
-        ConfigurationError: Some tasks are not supported, but others are.
+        ConfigurationError: No dataset supports some of the tasks.
         DataError: No task is supported.
     """
     supported = [planned for planned in plan if planned.probe.role in planned.dataset.supports]

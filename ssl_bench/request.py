@@ -180,7 +180,8 @@ def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str
     datasets = [name for name in datasets if ":" not in name]
     if not datasets:
         raise ConfigurationError(
-            f"--data-root {text} has no effect, because --dataset already contains the folder"
+            f"--data-root {text} has no effect, because --dataset already contains the folder. "
+            "Remove --data-root"
         )
     parts = [part.partition("=") for part in text.split(",")]
     known = choices("dataset")

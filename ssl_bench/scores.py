@@ -17,7 +17,7 @@ IGNORED = 255
 ABSENT_CLASS_POLICY = "absent_from_both_is_nan"
 
 Counts = Integer[np.ndarray, "*some 3 classes"]
-"""Numbers of pixels of each class, of one image or summed over images.
+"""Numbers of pixels of each class, in one image or summed over several images.
 
 Row 0 contains the correct pixels, row 1 the predicted pixels, and row 2 the ground-truth pixels.
 `probes.heads.scored_images.class_counts` computes them.
@@ -26,13 +26,13 @@ Row 0 contains the correct pixels, row 1 the predicted pixels, and row 2 the gro
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """IoU thresholds of COCO AP. A predicted box is correct if its IoU is at least the threshold."""
 MOST_DETECTIONS = 100
-"""Maximum number of scored boxes in each image: those with the highest confidence."""
+"""Number of boxes with the highest confidence that are scored in each image, at most."""
 _RECALLS = np.linspace(0, 1, 101)
 
 _BETA_SQUARED = 0.3
 
 ObjectCounts = Integer[np.ndarray, "*some 4"]
-"""Four numbers of pixels, of one image or of each image.
+"""Four numbers of pixels for one image, or four for each of several images.
 
 - [0]: pixels that belong to the object in both prediction and ground truth.
 - [1]: pixels that belong to the object in the prediction.
@@ -152,7 +152,7 @@ def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     0 if precision and recall are 0.
 
     Args:
-        counts: Pixels of the object that are correct, predicted and true, and all scored pixels.
+        counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
 
     Source: metric.py of unsupervised_saliency_detection in
     https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
@@ -169,7 +169,7 @@ def object_iou(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     """Return the intersection over union of each image in percent, or 100 if the union is empty.
 
     Args:
-        counts: Pixels of the object that are correct, predicted and true, and all scored pixels.
+        counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
     """
     both, predicted, true, _ = (counts[..., n].astype(np.int64) for n in range(4))
     union = predicted + true - both
@@ -182,7 +182,7 @@ def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     A pixel is correct if prediction and ground truth agree on whether it belongs to the object.
 
     Args:
-        counts: Pixels of the object that are correct, predicted and true, and all scored pixels.
+        counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
     """
     both, predicted, true, total = (counts[..., n].astype(np.int64) for n in range(4))
     correct = total - predicted - true + 2 * both
@@ -261,8 +261,8 @@ OBJECT_SCORES: Mapping[str, Callable[[ObjectCounts], Float64[np.ndarray, "*some"
 }
 """Functions that score single images, by metric. The value of a metric is the mean over images.
 
-`max_f_beta` is the maximum over all thresholds of the mean F-beta. Every pixel of a prediction is 0
-or 1, so all thresholds between 0 and 1 give the same mean, and `object_f_beta` needs no threshold.
+`max_f_beta` is defined as the highest mean F-beta over all thresholds of the predicted values.
+These values are 0 or 1 here, so every threshold gives the same mean. `object_f_beta` needs none.
 """
 
 
@@ -279,7 +279,7 @@ def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 
 
 
 def corloc(hits: Bool[np.ndarray, " images"]) -> float:
-    """Return CorLoc (correct localisation): the percentage of images in which the box is a hit."""
+    """Return CorLoc (correct localisation): the percentage of images with a correct box."""
     return 100.0 * float(hits.mean())
 
 
@@ -394,9 +394,9 @@ def _precision_within_rank(
 ) -> Float64[np.ndarray, "*some thresholds recalls"]:
     """Return the precision at each recall that is reached inside one rank.
 
-    A rank consists of all boxes with the same confidence. The counted boxes are those of all
-    earlier ranks, and the part of this rank that is needed to reach the recall. Correct boxes are
-    treated as spread evenly over a rank. The result is 0 if earlier ranks already reach the recall.
+    A rank consists of all boxes with the same confidence. If correct boxes are spread evenly over
+    the rank, a part of its boxes is needed to reach the recall. The precision is computed from this
+    part and all earlier ranks. It is 0 if earlier ranks already reach the recall.
 
     Args:
         correct: Number of correct boxes in each rank and all ranks before it.

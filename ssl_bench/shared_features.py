@@ -58,11 +58,11 @@ class SharedFeatures:
 
 
 class SharedExtractor(FeatureExtractor):
-    """Feature extractor on the CPU that does not encode images whose features are already known.
+    """Feature extractor on the CPU that reuses known features instead of encoding an image again.
 
-    On a CPU, the features of an image in a ViT do not depend on the other images in the batch. In a
-    ConvNet, they depend on them only through rounding errors. Stored features therefore equal
-    recomputed features up to rounding.
+    Stored features equal recomputed features up to rounding. On a CPU, the other images in the
+    batch do not change the features of a ViT, and change those of a ConvNet only by rounding
+    errors.
 
     Args:
         shared: Features that earlier probes have computed. New features are added to them.
@@ -81,8 +81,7 @@ class SharedExtractor(FeatureExtractor):
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
         """Extract features like `FeatureExtractor.extract_unchecked`, but encode only new images.
 
-        An image is new if any of its requested features has not been stored by an earlier call or
-        an earlier probe.
+        An image is new if at least one of its requested features is not stored yet.
         """
         digests = [self._digest(image) for image in images]
         wanted, known = set(product(self.layers, self.facets)), self._shared.by_image

@@ -103,8 +103,8 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
         min_jobs: Desired minimum number of jobs. To reach it, the blocks that a probe evaluates are
             divided among several jobs where possible. Each of these jobs encodes all images again.
         skip_unfit: Whether to leave out probes that do not support an encoder, with a message. If
-            False, such a probe raises `UnfitEncoder`. For baseline encoders, such as an encoder
-            with random weights, it is always left out.
+            False, such a probe raises `UnfitEncoder`. Probes that do not support a baseline
+            encoder, such as one with random weights, are always left out.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
@@ -334,7 +334,7 @@ def run_in_processes(
 
     @contextmanager
     def acquire_device() -> Generator[Mapping[str, str]]:
-        """Yield the environment variables of a job, and count the GPU as used until the exit.
+        """Yield the environment variables of a job, and count its GPU as used inside the context.
 
         CUDA_VISIBLE_DEVICES has the value in `devices` that the fewest running jobs use. If
         `devices` is empty, this variable is not changed.

@@ -1,4 +1,4 @@
-"""`ssl-bench completion`: print a script with which a shell completes commands, flags and names."""
+"""`ssl-bench completion`: print a shell script that completes commands, flags and names."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _shell_functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
-    """Return the code of shell functions with which the completion script lists tasks and datasets.
+    """Return the code of shell functions that list tasks and datasets for the completion script.
 
     Only bash and fish need such functions. For other shells, the code is empty.
 

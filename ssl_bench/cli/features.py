@@ -162,7 +162,7 @@ def _start_or_continue(path: Path, about: Mapping[str, Any]) -> None:
     """Write the description `about` of the features to the file `path`.
 
     If the folder of this file already contains features, only check that they have the same
-    description, because more features may then be added.
+    description. More features may then be added to the folder.
 
     Raises:
         ConfigurationError: The folder contains features with another description.

@@ -85,8 +85,8 @@ _MEANINGS = {
 }
 """Meanings of config keys that no class documents.
 
-An entry such as "depth" applies to all keys whose last parts are equal, such as "model.depth". If
-several entries apply, the one with the most parts is used.
+An entry such as "depth" applies to all keys that end with this name, such as "model.depth".
+If several entries apply, the longest one is used.
 """
 
 
@@ -152,7 +152,7 @@ def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list
 def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
     """Return lines such as "train.seed=0  a whole number in [0, 4294967295]: random seed".
 
-    `parents` selects the keys, as in `list_described_keys`.
+    `parents` contains the keys to describe. If it is empty, all keys are described.
     """
     keys = list_described_keys(config, parents)
     assignments = [f"{key.name}={key.default}" for key in keys]

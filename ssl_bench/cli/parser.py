@@ -63,7 +63,7 @@ _EXAMPLES = {
     "sweep": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
     "pretrain": ("model=vit_tiny_skip or train.epochs=10", "pretrain"),
 }
-"""Examples of KEY=VALUE settings and the argument of `ssl-bench keys`, by command."""
+"""For each command, example settings, and the argument of `ssl-bench keys` that lists all."""
 
 _PATH_OPTIONS = ("out", "runs", "into", "figure", "manifest", "slurm_logs")
 _PROBING_KEYS = {"limit": "data.limit", "seed": "seed"}

@@ -96,8 +96,8 @@ def _require_fitting_sizes(
 ) -> None:
     """Check that the encoder accepts the image sizes that the user set for the probes in `plan`.
 
-    For example, an image size may have to be a multiple of the patch size. If a probe cannot score
-    the encoder for another reason, no error is raised here, but when the probe runs.
+    For example, an image size may have to be a multiple of the patch size. All other reasons why a
+    probe cannot score the encoder are ignored here. They raise an error when the probe runs.
 
     Raises:
         ConfigurationError: The encoder does not accept an image size that the user set.

@@ -66,7 +66,7 @@ class PlanOptions:
         roots: Folders of the datasets, by name of the dataset.
         overrides: KEY=VALUE settings. Keys that begin with "probe." or "dataset." apply to probes,
             and all other keys apply to training runs.
-        rows: Rows to reproduce. Empty for all rows.
+        rows: Names of the table rows to reproduce. Empty for all rows.
         datasets: Datasets to probe. Empty for all datasets.
         gpus: Number of GPUs that the printed commands use. None for a single device.
     """
@@ -159,7 +159,7 @@ class Plan:
         """Check that the user specified the folders of all training datasets.
 
         Without a folder, a run would train on generated toy images instead of the paper's images.
-        Only the copying task of a paper needs no folder, because its strings are generated.
+        Only the task of copying strings needs no folder, because the strings are generated.
         """
         missing = {run.images for run in self.runs} - set(self.options.roots) - {"copying"}
         if missing and "data.root" not in self.options.run_values:
@@ -273,8 +273,8 @@ def _parse_roots(text: str | None) -> dict[str, str]:
 def find_tables(name: str) -> list[PublishedTable]:
     """Return the published tables that `name` identifies.
 
-    If `name` is the name of a table, such as "cutting_the_skip/table2", this is one table. If
-    `name` is the name of a paper, these are all of its tables.
+    The name "cutting_the_skip/table2" identifies one table, "table2" all tables with this name, and
+    "cutting_the_skip" all tables of this paper.
     """
     known = {full_name(table): table for table in load_published_tables()}
     tables = [table for full, table in known.items() if name in (full, table.name, table.paper)]
@@ -304,7 +304,7 @@ def split_address(address: str) -> tuple[str, int | None]:
 
 
 def list_runs(table: PublishedTable) -> list[Experiment]:
-    """Return the training runs that reproduce a published table, in an order in which they can run.
+    """Return the training runs that reproduce a published table, in the order in which to run them.
 
     If run A starts from the weights of run B, then B comes before A.
     """
@@ -454,7 +454,8 @@ def _probe_steps(
     Columns that need the same settings share a command.
 
     Args:
-        address: Address of the encoder, such as "NAME@EPOCH" or "timm:NAME" (see `is_run`).
+        address: Address of the encoder: a training run as "NAME" or "NAME@EPOCH", or published
+            weights such as "timm:NAME".
         columns: Columns of the published table that probes can measure.
         options: The user's options.
     """
@@ -587,7 +588,7 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
 
 
 def _curve_commands(plan: Plan) -> Iterator[str]:
-    """Yield the commands that draw the curves of a published figure, if the table has its values.
+    """Yield the commands that draw our results as curves, if the table contains values of curves.
 
     This is the case if the table contains training losses, or scores at more than two epochs of a
     run. For all other tables, no command is yielded.

@@ -178,6 +178,8 @@ def _resolve_rows(
         hint = ("--as", "{near}={checkpoint}")
         row = require_choice("row", row.strip(), published.rows, hint=hint)
         if row in encoders:
-            raise ConfigurationError(f"expected one checkpoint for row {row!r}, got several")
+            raise ConfigurationError(
+                f"expected one checkpoint for row {row!r}, got several. Keep one"
+            )
         encoders[row] = find_recorded_encoder(name.strip(), records, store)[0]
     return encoders

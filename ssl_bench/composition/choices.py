@@ -61,8 +61,8 @@ class Experiment:
     def to_config(self) -> dict[str, Any]:
         """Return the settings of the run as the content of a file in `configs/experiment`.
 
-        Its Hydra list `defaults` contains the recipe. Settings with dotted keys become nested
-        dictionaries.
+        The key `defaults`, a list of Hydra, contains the recipe. Settings with dotted keys become
+        nested dictionaries.
         """
         files = {key: value for key, value in self.changes.items() if key in _FILE_GROUPS}
         config: dict[str, Any] = {
@@ -297,13 +297,14 @@ def _read_paper(file: Path) -> Paper:
 
 
 def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Experiment]:
-    """Yield a pretraining run of a paper, then its variants.
+    """Yield a pretraining run of a paper, then the runs that change some of its settings.
 
     Args:
         file: File of the paper, for error messages.
-        stem: Name of the run, such as "vit". Its variant "relu" is called "vit_relu".
-        values: Content of the paper's file for this run. The key `arms` maps the name of each
-            variant to the settings in which the variant differs from the run.
+        stem: Name of the run, such as "vit". Names of the other runs begin with it, such as
+            "vit_relu".
+        values: Content of the paper's file for this run. The key `arms` maps the rest of each name,
+            such as "relu", to the changed settings.
     """
     if not _RUN_NAME.fullmatch(stem):
         raise ConfigurationError(

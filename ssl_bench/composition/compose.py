@@ -153,7 +153,7 @@ def list_keys(config: Mapping[str, Any]) -> list[str]:
 def read_file(file: Path) -> dict[str, Any]:
     """Return the content of a YAML file of `configs/`.
 
-    If the file has a list `defaults` of other files, which Hydra would merge, they are not merged.
+    Other files in its list `defaults`, which Hydra would merge, are not merged.
     """
     values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     return values
@@ -469,9 +469,9 @@ def describe_keys(config: Any, key: str = "") -> dict[str, tuple[str, str]]:
         key: Config key of this part, or "" for the whole configuration.
 
     Returns:
-        Two texts for each full key such as "probe.tau", each of which may be empty. The first text
-        states the allowed values, such as "a number in [0, 1]". The second text is the first
-        sentence about the field in the docstring of its class.
+        Two texts for each full key, such as "probe.tau". A text may be empty. The first text states
+        the allowed values, such as "a number in [0, 1]". The second text is the first sentence
+        about the field in the docstring of its class.
     """
     if not isinstance(config, Mapping):
         return {}
@@ -582,11 +582,11 @@ def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
 
 
 def fill_in_guesses(probe: Any, guesses: Sequence[str]) -> list[str]:
-    """Replace names of settings such as "$epochs" in texts by the values of a probe's settings.
+    """Fill in the values of a probe's settings in texts that contain names such as "$epochs".
 
-    Each text (guess) describes a choice that the authors of a published protocol do not state. An
-    example is "$epochs epochs over these crops". A text that mentions a setting which the probe
-    does not have is left out.
+    An example is "$epochs epochs over these crops". Each text states what we guess about a
+    published protocol where its authors state nothing. A text is left out if it contains a setting
+    that the probe does not have.
 
     Args:
         probe: The probe.

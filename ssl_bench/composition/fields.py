@@ -132,7 +132,7 @@ def check_fields(component: Any, key: str) -> None:
 def _field_types(component: Any) -> dict[str, Any]:
     """Return the type of each field of a dataclass instance, by the name of the field.
 
-    Fields whose annotation is a text that cannot be evaluated are left out.
+    A field is left out if its annotation is a text that cannot be evaluated.
     """
     types = {item.name: item.type for item in fields(component)}
     if not any(isinstance(kind, str) for kind in types.values()):

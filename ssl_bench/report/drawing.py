@@ -121,7 +121,7 @@ class Chart(NamedTuple):
     Attributes:
         published: The y coordinates of published values, drawn as short dashes at the right edge.
         baselines: The y coordinates of image-independent baselines, drawn as dotted lines.
-        baseline_labels: Names of the baselines, at y coordinates at which they do not overlap.
+        baseline_labels: Names of the baselines, with y coordinates that avoid overlapping names.
         zero: The y coordinate of the value 0, or None if 0 is outside the axis.
         left: The x coordinate of the left end of the axes. `right`, `top` and `bottom` are the
             coordinates of their other ends.

@@ -67,7 +67,7 @@ def list_best(panel: Panel) -> set[Checkpoint]:
     """Return the checkpoint with the highest score at its best block, or several if they tie.
 
     `panel` contains the comparable scores of all checkpoints. The set is empty if fewer than two
-    checkpoints have a best block (see `Entry.is_rankable`).
+    checkpoints have a best block.
     """
     highest = max((line.best_value for line in panel.ranked_lines), default=None)
     lines = panel.ranked_lines if len(panel.ranked_lines) > 1 else ()
@@ -164,7 +164,7 @@ def join_names(names: Iterable[str]) -> str:
 
 
 BlockTable = Sequence[tuple[Panel, Line]]
-"""A table with one row per block. Each column is given by a panel and one line of the panel."""
+"""A table with one row per block. Each column is a pair: a panel (chart) and one of its lines."""
 
 
 class BlockGroup(NamedTuple):
@@ -248,9 +248,9 @@ def summarize_checkpoints(
 def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
     """Return the panels (groups of comparable scores) that `summarize_checkpoints` describes.
 
-    These are the panels that `select_headline_panels` chooses, and those that it chooses among the
-    panels of each protocol (preset of a probe's settings) alone. Panels of the same task and split
-    follow each other.
+    These are the panels that `select_headline_panels` returns for all panels, and for the panels of
+    each single protocol (preset of a probe's settings). Panels of the same task and split are
+    neighbours.
     """
     chosen = {panel.number: panel for panel in select_headline_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):
@@ -298,8 +298,7 @@ def summarize_line(subject: str, panel: Panel, line: Line, lower: set[int] | Non
         subject: Name of the task at the start of a sentence.
         panel: The panel (group of comparable scores) to summarise.
         line: Scores of the checkpoint in this panel.
-        lower: The blocks that score significantly lower than the best one (see
-            `find_lower_blocks`).
+        lower: The blocks that score significantly lower than the best one. None if unknown.
     """
     metric = task_texts(panel.task).metrics.get(panel.metric, panel.metric)
     place = f"{subject} on {panel.dataset}"

@@ -123,7 +123,7 @@ def build_report(
         store: Results folder with the records (stored scores) and per-image scores.
         records: The records to report.
         id_pairs: Pairs of encoder ids to compare. If it is empty, `choose_pairs` chooses pairs.
-        layers: The blocks whose pictures are shown (see `keep_layers`).
+        layers: The blocks whose pictures are shown. None for all blocks.
         logs: Training logs of runs.
 
     Raises:

@@ -62,7 +62,7 @@ class Side(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Difference between two scores.
+    """A row of a table: the difference between two scores.
 
     Attributes:
         first: The records (stored scores) from which the first score was computed.

@@ -64,8 +64,8 @@ class Checkpoint:
             connections.
         style: CSS classes for colour and dashes.
         page: File name of the checkpoint's HTML page.
-        picture_folders: First parts of the names of its picture folders. The rest of such a name is
-            "-" and eight digits that identify a set of images.
+        picture_folders: Names of the folders that contain pictures of the checkpoint, without their
+            endings. An ending is "-" and eight digits that identify a set of images.
     """
 
     number: int
@@ -184,7 +184,7 @@ def _describe_skips(architecture: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Scores of one checkpoint for one metric, averaged over seeds and ordered by block.
+    """The line of one checkpoint in a chart: its scores by block, averaged over seeds.
 
     Attributes:
         entries: The score of each block.
@@ -389,8 +389,7 @@ def group_into_panels(
 ) -> tuple[Panel, ...]:
     """Return one panel for each group of comparable records (stored scores).
 
-    Records can be compared if they have the same metric, images and settings (see
-    `comparable_groups`).
+    Records can be compared if they have the same metric, images and settings.
     """
     groups = comparable_groups(records)
     firsts = [group[0] for group in groups]

@@ -228,7 +228,7 @@ def _find_block_galleries(
     Only images with a picture at every block are kept.
 
     Args:
-        template: A gallery with the task, dataset and image set, whose other fields are filled in.
+        template: A gallery without pictures, which states the task, dataset and image set.
         start: Path of the picture folder, relative to the results folder.
         names: Paths of the pictures, relative to `start`. Pictures of block NN are in a folder
             blockNN or blockNN_FACET.
@@ -264,7 +264,7 @@ def _find_overview_galleries(
     at one block.
 
     Args:
-        template: A gallery with the task, dataset and image set, whose other fields are filled in.
+        template: A gallery without pictures, which states the task, dataset and image set.
         start: Path of the picture folder, relative to the results folder.
         names: Paths of the pictures, relative to `start`.
         variants: The known pairs of PROTOCOL (preset of settings) and FACET (kind of feature).
@@ -292,8 +292,8 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
     """Return the values of `files`, with the titles of the pictures as keys.
 
-    The keys of `files` are file names without suffix. The title of a picture is this name without
-    the digest at its end (see `figure_title`). If two titles are equal, the keys are not changed.
+    The keys of `files` are file names without suffix. The title of a picture is this name without a
+    digest at its end. If two titles are equal, the keys are not changed.
     """
     titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
@@ -396,17 +396,17 @@ def select_strips(
 ) -> list[Strip]:
     """Choose strips for the overview page: one for each checkpoint and task, for a few tasks.
 
-    A strip is a row of pictures that show one image at every block. The image of which the most
-    checkpoints have pictures is chosen. If there are several such images, the one with the most
-    hits is chosen.
+    A strip is a row of pictures that show one image at every block. The image that most checkpoints
+    have pictures of is chosen. If there are several, it is the image in which most encoders find
+    the object.
 
     Args:
         files: The picture files of the results folder.
         checkpoints: The checkpoints, in the order of the strips.
         galleries: The galleries of pictures, by encoder id.
-        panels: Groups of comparable scores. If they contain the task and dataset of a gallery, its
-            pictures are only used if they show the scored images, and not older images.
-        hits: Number of hits by picture file (see `count_hits`).
+        panels: Groups of comparable scores. If a task and dataset have scores, only pictures of the
+            scored images are used.
+        hits: For the file name of each picture, how many encoders find the object in its image.
     """
     scored = {(p.task, p.dataset, short_fingerprint(p.record.dataset_fingerprint)) for p in panels}
     places = {place[:2] for place in scored}
@@ -446,12 +446,12 @@ def select_strips(
 def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
     """Count, for each image, how many encoders find the object in it at their best block.
 
-    Only tasks that search for an object count (see `TaskTexts.finds_objects`). If there are several
-    such tasks, their counts are added. A score in percent counts as a fraction of the highest
-    score. `panels` contains the groups of comparable scores.
+    Only tasks that search for an object are considered, and the counts of several tasks are added.
+    If images have scores in percent instead of hits, an image counts by the ratio of its score to
+    the highest score. `panels` contains the groups of comparable scores.
 
     Returns:
-        The number of hits for each file name of a picture.
+        The count for each file name of a picture.
     """
     hits: dict[str, float] = defaultdict(float)
     for panel in panels:

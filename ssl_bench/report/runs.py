@@ -32,7 +32,7 @@ class RunLine(NamedTuple):
     Attributes:
         number: Index in the list of runs.
         style: CSS classes of the run's curves. Curves of runs without skip connections are dashed.
-        facts: Text on the progress of the run and on faults in its log.
+        facts: Text on the progress of the run and on problems in its log, such as damaged lines.
     """
 
     number: int
@@ -116,7 +116,7 @@ def draw_runs(logs: Sequence[RunLog]) -> TrainingCurves | None:
 
 
 def _describe_run(log: RunLog) -> str:
-    """Return one line of text on the progress of a run and on faults in its log."""
+    """Return one line of text on the progress of a run and on problems in its log."""
     state = read_run_state(log.folder)
     words = [str(state) if state else f"{log.last_step:,} steps, no saved weights"]
     if log.steps_per_epoch:

@@ -25,7 +25,7 @@ NUM_SHADES = 12
 
 @dataclass(frozen=True)
 class Trend:
-    """Scores of all blocks over the epochs of one run, or over severities for one encoder.
+    """Scores of all blocks over the epochs of a run, or over severities of an image corruption.
 
     Attributes:
         name: Name of the run or of the encoder.
@@ -43,10 +43,7 @@ class Trend:
 
     @property
     def highest(self) -> float:
-        """Highest of those scores that can be marked as best (see `Entry.is_rankable`).
-
-        It is minus infinity if there is no such score.
-        """
+        """Highest score that can be marked as best, or minus infinity if there is no such score."""
         entries = self.table.entries.values()
         return max((entry.value for entry in entries if entry.is_rankable), default=-math.inf)
 

@@ -124,7 +124,7 @@ _KINDS_OF_OLD_METRICS = {
 
 
 def guess_kind(metric: str, per_image: PerImage) -> str:
-    """Guess the kind of per-image values, such as "hits", for an old record that lacks it.
+    """Guess the kind of per-image values, such as "hits", for an old record that does not state it.
 
     The kind is the rule that computes the metric from the values. A record is the stored result of
     one evaluation. Early versions stored percentages as floats, and hits as one integer for each
@@ -176,8 +176,9 @@ class ImageCurve:
         per_image: Per-image values by block index.
         is_ranked: Whether a higher value of the metric is better.
         kind: Kind of the values, one of `PerImageKind`. None if the stored results lack it.
-        degenerate: Percentage of degenerate images, whose result is arbitrary, by block index.
-            Blocks without a stored percentage are left out.
+        degenerate: Percentage of images with an arbitrary (degenerate) result, by block index. Such
+            a result depends on rounding errors, for example. Blocks without a percentage are left
+            out.
     """
 
     metric: str
@@ -251,7 +252,7 @@ class ImageCurve:
 
     @property
     def held_out(self) -> Estimate:
-        """Metric of blocks that are chosen without the images on which they are scored.
+        """Metric at blocks that are chosen on other images than those on which they are scored.
 
         This is a cross-validation. The images are split into folds, and each fold is scored with
         the block that is best on the other folds. If no block may be reported as best, this is the
@@ -269,7 +270,7 @@ class ImageCurve:
 
     @property
     def held_out_degenerate_percent(self) -> float | None:
-        """Percentage of degenerate images, averaged over the blocks that the folds choose.
+        """Percentage of degenerate images, averaged over the blocks that are chosen for the folds.
 
         The result of a degenerate image is arbitrary. None if no percentage is stored.
         """

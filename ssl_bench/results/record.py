@@ -162,7 +162,8 @@ def is_degenerate(percent: float | None) -> bool:
     """Return whether a block has too many degenerate images to be reported as best.
 
     Args:
-        percent: Percentage of degenerate images, whose result is arbitrary. None if unknown.
+        percent: Percentage of degenerate images, whose result is arbitrary, for example because
+            rounding errors decide it. None if unknown.
     """
     return percent is not None and percent > MAX_DEGENERATE_PERCENT
 
@@ -338,7 +339,7 @@ class Record(ResultKey):
     def degenerate_percent(self) -> float | None:
         """Percentage of degenerate images, whose result is arbitrary.
 
-        None if the task does not count degenerate images.
+        Rounding errors may decide such a result. None if the task does not count such images.
         """
         return self.details.get("degenerate_percent")
 

@@ -265,7 +265,7 @@ class ResultStore:
         """Return the ids of a set of scored images, or None if they cannot be read.
 
         Args:
-            fingerprint: Digest that identifies the set of images, as in `save_image_ids`.
+            fingerprint: Digest that identifies the set of images.
         """
         try:
             return _parse_image_ids(self._read_content(self._image_ids_path(fingerprint)))
@@ -290,7 +290,8 @@ class ResultStore:
         stored in `outdated`.
 
         Args:
-            paths: Paths that `encoders` returned, or None to read all records.
+            paths: Paths of the records to read, from the result of `encoders` (default: all
+                records).
 
         Raises:
             DataError: There is no valid record. If the folder is a pretraining run, the message

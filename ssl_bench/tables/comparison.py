@@ -31,7 +31,7 @@ from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet, Table
 
 _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
 _QUESTION = ("task", "dataset", "metric", "facet", "protocol")
-"""Record fields that must be equal before the settings of two records are compared."""
+"""Fields that must be equal in two stored scores before their other fields are compared."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,8 @@ class Difference:
         degenerate: For each score, the percentage of degenerate images, whose result is arbitrary.
             None if unknown.
         p: Two-sided p-value of the difference, or NaN if there is no interval.
-        p_holm: The p-value after Holm's correction for multiple comparisons, over the rows that
-            compare two blocks. NaN for all other rows of the table, and for rows that were not
-            tested.
+        p_holm: The p-value after Holm's correction for the number of rows that compare two blocks.
+            NaN for all other rows of the table, and for rows that were not tested.
     """
 
     name: str
@@ -183,8 +182,9 @@ def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
 def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
     """Return copies of the rows with p-values after Holm's correction for multiple comparisons.
 
-    The correction is over all rows with a p-value. Rows with a degenerate score, where the results
-    of too many images are arbitrary, are not tested. Their corrected p-value is NaN.
+    The correction is for the number of rows with a p-value. Rows with a degenerate score are
+    ignored and get the p-value NaN. A score is degenerate if too many images have an arbitrary
+    result.
     """
     ps = holm([math.nan if row.is_degenerate else row.p for row in rows])
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]

@@ -108,9 +108,8 @@ class Pivot(Table):
     def _ranking(self, column: Any) -> list[str]:
         """Return the printed scores of a column that can be marked as best, without repetitions.
 
-        The highest score comes first. `Entry.is_rankable` states which scores can be best. The list
-        is empty if the column has fewer than two scores, because no score is then marked. It is
-        also empty if all of several scores that can be best are printed as the same number.
+        The highest score comes first. The list is empty if no score should be marked: if the column
+        has fewer than two scores, or if several can be best and all are printed as the same number.
         """
         known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)
@@ -151,7 +150,7 @@ class Pivot(Table):
         return entry.text()
 
     def missing_text(self, row: Any, column: Any) -> str:
-        """Return the text to print in a cell that has no score. "‡" means that none was chosen."""
+        """Return the text to print in a cell without a score: "‡" if no block could be chosen."""
         return "‡" if (row, column) in self.undecided else ""
 
     def _cell(self, row: Any, column: Any, ranking: Sequence[str]) -> Cell:
@@ -205,7 +204,7 @@ def depth_tables(records: Sequence[Record]) -> list[Pivot]:
     """Return tables of scores with blocks as rows and encoders as columns.
 
     There is one table per group of comparable records (stored scores), which have the same metric,
-    images and settings (see `comparable_groups`).
+    images and settings.
     """
     groups, names = comparable_groups(records), model_names(records)
     return [

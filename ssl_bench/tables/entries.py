@@ -139,8 +139,8 @@ def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
 def choose_main_metric(task: str, metrics: Sequence[tuple[str, bool]]) -> str:
     """Return the metric that represents a task in overviews.
 
-    This is the first metric of `TaskTexts.metrics` that was measured. If none of these was
-    measured, it is the first measured metric for which higher is better, or else the first one.
+    This is the first metric of `TaskTexts.metrics` that was measured. If there is none, it is the
+    first metric in `metrics` for which higher is better, or simply the first one.
 
     Args:
         task: Name of the task.
@@ -234,7 +234,7 @@ class Entry:
         """Whether the value can be marked as the best of a table column.
 
         A higher value of the metric must be better, and the value must not be NaN. At most half of
-        the images may have an arbitrary result (see `is_degenerate`).
+        the images may have an arbitrary result.
         """
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate
@@ -541,9 +541,9 @@ def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
 def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> str:
     """Return the image size in the records as the end of a note, such as ", image_size=224".
 
-    If encoders received images of different sizes, each size is followed by its tasks and encoders
-    in parentheses. If the names of size settings, such as "longer_side", are in `stated`, these
-    settings are left out, because the table title already states them.
+    If encoders received images of different sizes, each size is followed by the tasks and encoders
+    with this size. `stated` contains the names of settings in the table title, such as
+    "longer_side". These settings are left out.
     """
     users: dict[str, set[str]] = defaultdict(set)
     for record in records:

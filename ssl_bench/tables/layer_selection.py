@@ -157,10 +157,10 @@ def _seeds_differ(entry: Entry) -> bool:
 
 
 def mixed_notes(metrics: Iterable[str]) -> list[str]:
-    """Return a note on mean IoU for tables in which a held-out choice uses several blocks.
+    """Return a note for tables with scores of several blocks, which were chosen on held-out images.
 
-    The note explains why such a mean IoU may be low. The list is empty if none of the metrics is
-    mean IoU.
+    The note explains why the mean IoU of such scores may be low. The list is empty if none of the
+    metrics is mean IoU.
     """
     if not any(metric.startswith("miou") for metric in metrics):
         return []

@@ -143,7 +143,8 @@ def paper_table(
         records: Our records (stored scores).
         store: Results folder with the per-image scores.
         encoders: The `Record.encoder_id` of our encoder for each row name.
-        choice: How blocks are chosen (see `PaperTable`).
+        choice: How the block of each score is chosen: "holdout" (on other images than the scored
+            ones) or "oracle" (on the scored images). If None, each column has its own choice.
         runs: The folder of our pretraining run for each row name.
     """
     encoders = {row: encoders[row] for row in published.rows if row in encoders}
@@ -201,8 +202,8 @@ def _find_series(
     """Return the groups of comparable records that measure the quantity of a published column.
 
     A record is a stored score. The groups that are closest to the paper come first. Groups with the
-    protocol (preset of settings) of the paper are closest. Groups with equal protocols are sorted
-    by whether they have the metric of the column, and then by whether their settings are unchanged.
+    protocol (preset of settings) of the paper precede all others. If this does not decide the
+    order, groups with the metric of the column come first, then groups with unchanged settings.
 
     Args:
         column: The published column.
@@ -237,8 +238,8 @@ def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
 def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
     """Return the names of the columns, grouped by how the block of their scores is chosen.
 
-    The keys are "holdout", "oracle" and "last" (see `PublishedColumn.choice`). `choice` replaces
-    the choice of all columns except "last", unless it is None.
+    The keys are "holdout" (on other images than the scored ones), "oracle" (on the scored images)
+    and "last" (the last block). If `choice` is not None, it replaces "holdout" and "oracle".
     """
     columns: dict[str, list[str]] = {}
     for column in published.columns:
@@ -279,8 +280,7 @@ def _derive_numbers(
 def _experiment_notes(table: PaperTable, unused: Mapping[str, Sequence[str]]) -> list[str]:
     """Return notes that describe the published experiment and ours.
 
-    `unused` describes, by column name, our scores that also measure the column but are not shown in
-    it.
+    `unused` describes, by column name, further scores of ours that the column could also show.
     """
     published = table.published
     records = [record for entry in table.entries.values() for record in entry.records]

@@ -18,7 +18,7 @@ RUN = "run"
 DIFFERENCE = "difference"
 """Task of a column that contains the differences between rows of another column."""
 LAST = "last"
-"""Choice of the last block, for metrics that average over all blocks up to the record's block."""
+"""Choice of the last block, for metrics that are means over a block and all earlier blocks."""
 SINGLE = "single"
 """Value of `probe.layers_mode` for heads that use the features of a single block."""
 _COPIED_KEYS = ("name", "title", "setup", "unknown", "where", "doubts", "in_reports")
@@ -51,8 +51,8 @@ class PublishedColumn:
             if the paper does not state it.
         of: For a column of differences, the name of the column in which rows are compared.
         reference: For a column of differences, the name of the row with which each row is compared.
-        is_loss: Whether a difference is the reference minus the row, instead of the row minus the
-            reference.
+        is_loss: Whether a difference is a loss: the reference minus the row, instead of the row
+            minus the reference.
     """
 
     name: str
@@ -129,8 +129,7 @@ class PublishedTable:
         doubts: Reason why a published value may be wrong, such as a contradiction in the paper, or
             "".
         runs: For each row name, our pretraining run that corresponds to it, as NAME or NAME@EPOCH.
-        in_reports: Whether reports show the values next to our scores. False for tables with
-            hundreds of variants.
+        in_reports: Whether reports show the published values next to our scores.
     """
 
     paper: str
@@ -267,7 +266,7 @@ def describe_settings(record: Record) -> str:
 
 
 def _metric_family(metric: str) -> str:
-    """Return the name of a metric without its variant.
+    """Return the name of a metric without a suffix such as "_holdout" or the number of neighbours.
 
     For example, "miou_holdout" becomes "miou", and "top1_k20" becomes "top1_k".
     """

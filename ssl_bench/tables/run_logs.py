@@ -118,7 +118,7 @@ class RunLog:
 
     @property
     def problems(self) -> list[str]:
-        """Descriptions of the log's faults, such as "2 damaged lines skipped"."""
+        """Descriptions of problems in the log, such as "2 damaged lines skipped"."""
         non_finite = {
             name: int(np.isnan(curve.values).sum())
             for name, curve in self.curves.items()
@@ -140,11 +140,11 @@ class RunLog:
         return len(self.curves[measure].steps) == len(self.steps)
 
     def shorten(self, measure: str, ends: Sequence[int]) -> dict[int, StepMean]:
-        """Return one value of a measure for each interval of steps, usually its mean (`StepMean`).
+        """Return a summary of a measure for each interval of steps, usually its mean.
 
-        Intervals without a logged value are left out. If the measure is logged at every step, the
-        value of such an interval is NaN instead, so that a drawn line has a gap. Intervals after
-        the last logged step are always left out.
+        Intervals without a logged value are left out. If the measure is logged at every step, such
+        intervals get the value NaN instead, so that a drawn line has a gap. Intervals after the
+        last logged step are left out in any case.
 
         Args:
             measure: Name of the measure, such as "loss".

@@ -91,7 +91,7 @@ class SeverityTable(Pivot):
     def most_robust_layers(self) -> frozenset[int]:
         """The blocks whose score drops least on corrupted images.
 
-        A block is left out if its score is degenerate (depends on too many arbitrary results) on
+        A block is left out if its score is degenerate (too many images have an arbitrary result) on
         clean images or at one of `common_severities`. The set is empty if several blocks remain and
         all have the same drop.
         """

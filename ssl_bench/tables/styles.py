@@ -84,6 +84,7 @@ def lacks_skips(name: str, architecture: Mapping[str, Any]) -> bool:
 
     Args:
         name: Name of the encoder or of its run.
-        architecture: Configuration of the encoder (see `SKIPS`).
+        architecture: Configuration of the encoder, in which fields such as "skip_attention" may be
+            false.
     """
     return any(architecture.get(skip) is False for skip in SKIPS) or bool(_NO_SKIP.search(name))
