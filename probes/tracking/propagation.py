@@ -23,7 +23,7 @@ PatchLabels = Float[Tensor, "rows cols channels"]
 
 @dataclass(frozen=True)
 class Window:
-    """Settings that select the earlier patches whose labels a patch gets, and their weights.
+    """Settings for selecting and weighting the earlier patches that determine a patch's label.
 
     Attributes:
         latest_frames: Number of preceding frames to compare with, in addition to the first frame.
@@ -171,7 +171,7 @@ def shrink_mask(
 def labels_to_mask(
     labels: PatchLabels, patch_size: int, size: tuple[int, int]
 ) -> UInt8[np.ndarray, "height width"]:
-    """Convert labels of patches to a mask, in which a pixel has the index of its largest channel.
+    """Convert labels of patches to a mask. Each pixel gets the index of its largest channel.
 
     Each label has its own channel. Channels are interpolated bilinearly to the size of the
     encoder's input. Each channel that is not constant is then scaled to [0, 1]. The map of indices
