@@ -650,7 +650,7 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
 
 
 def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
-    """Find the folder with the PCA maps of another encoder, which the setting `align_to` specifies.
+    """Find the folder with the PCA maps of another encoder, given the setting `align_to`.
 
     Args:
         align_to: A folder with maps, or the beginning of a checkpoint's name in the form

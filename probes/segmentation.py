@@ -428,7 +428,7 @@ class SegmentationRun:
         Returns:
             The numbers of correct, predicted and true pixels of each class, summed over the images.
             There is one head for each source (layer or group of layers) and each value (learning
-            rate or C). None if no images are held out.
+            rate or C). The result is None if no images are held out.
         """
         if not self.split.held_out:
             return None

@@ -436,8 +436,8 @@ def image_intervals(table: Table) -> dict[str, Interval | None]:
 def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | None]:
     """Return the 95 % confidence intervals of all metrics for clustered patches.
 
-    The intervals come from a jackknife over images. Clusters are matched to classes by the labels
-    of the scored images, so the matching is repeated for each left-out image. "miou_majority" has
+    The intervals come from a jackknife over images. The matching of clusters to classes depends on
+    the labels of the scored images, so it is repeated for each left-out image. "miou_majority" has
     no interval, because one image can change the majority class of a cluster. The score can then
     change by more than half the width of a jackknife interval.
 

@@ -29,8 +29,8 @@ _FAILURE = 0.05
 def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]]:
     """Return the parts of a block whose Jacobians are scored, as functions of tokens.
 
-    The keys of the result are the names of the functions, which are called facets. The values
-    consist of a function and the tokens at which its Jacobian is computed:
+    The keys of the result are the names of the functions, which are called facets. The values are
+    pairs of a function and the tokens for its Jacobian. The functions are:
 
     - "attention" and "mlp" map the normed tokens to the output of the attention or the MLP. Their
       Jacobians are K and K-hat in equation 7 of the paper "Cutting the Skip".

@@ -248,8 +248,8 @@ def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]
 def _log_condition_numbers(record: BlockRecord) -> list[float]:
     """Return the logarithms of the condition numbers of tokens before and after attention.
 
-    The tokens after attention are the sum of the tokens before it and its output. `record` contains
-    the input of a block for one image.
+    The tokens after attention are the tokens before attention plus the output of attention.
+    `record` contains the input of a block for one image.
     """
     assert record.parts is not None
     before = record.parts.graying(record.input)

@@ -64,7 +64,7 @@ final norm.
 GEM_POWER, GEM_SMALLEST = 4, 1e-6
 CUTOFFS = (1, 5, 10)
 """Values of k for the metric precision at k, the fraction of correct images among the k nearest."""
-# Names of published datasets, and the protocol (variant of the probe) of each.
+# Names of published datasets, and the protocol (retrieval task) of each.
 _PROTOCOL_OF_DATASET = {
     "roxford5k": "landmarks",
     "rparis6k": "landmarks",

@@ -68,7 +68,7 @@ class LabelPropagation:
     def propagate(self, features: PatchFeatures) -> PatchLabels:
         """Compute the patch labels of the next frame of the video from its patch features.
 
-        Both are stored, because later frames are compared with them.
+        The labels and the features are stored, because later frames are compared with them.
         """
         own = self._arrange(unit_vectors(features))
         count = 1 + min(self._num_propagated, self._window.latest_frames)
@@ -94,7 +94,7 @@ def propagate_labels(
 
     The label is the weighted mean of the labels of the `window.neighbours` most similar patches. If
     further patches are as similar as the last of these, they are included. To save time and memory,
-    a few rows of patches are compared at a time, only with rows within `window.radius`.
+    a few rows of patches are compared at a time, and only with rows within `window.radius`.
 
     Args:
         target: Unit vectors of the patches whose labels are computed.
@@ -161,7 +161,7 @@ def _weighted_labels(
 def shrink_mask(
     mask: UInt8[np.ndarray, "height width"], grid: tuple[int, int]
 ) -> UInt8[np.ndarray, "rows cols"]:
-    """Reduce a mask to one label for each patch, which is the label of the patch's central pixel.
+    """Reduce a mask to patches. Each patch gets the label of its central pixel.
 
     `grid` contains the numbers of rows and columns of patches.
     """
