@@ -400,7 +400,7 @@ class PairCounts:
         """
         self.points[index], self.categories[index] = len(pair.source), pair.category
         sides = np.array(grid[::-1])
-        # Perfect features would find the patch that contains the true place.
+        # Perfect features would find the patch that contains the true position.
         own_patch = (np.minimum(np.floor(pair.truth * sides), sides - 1) + 0.5) / sides
         answers = (pair.source, np.full_like(pair.source, 0.5), own_patch)
         for answer, places in zip((*BASELINES, _OWN_PATCH), answers, strict=True):

@@ -74,7 +74,7 @@ _UNDEFINED = {
 }
 # Parts into which the position regression splits the images.
 _PARTS = ("train", "selection", "test")
-# Fraction of all images that are in "selection". As many are in "test".
+# Fraction of all images that are in "selection". The fraction in "test" is the same.
 _HOLDOUT = 0.2
 PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 # If the standard deviation of a channel is smaller than this, relative to its mean, the channel

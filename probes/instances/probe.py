@@ -329,7 +329,7 @@ class Instances(Probe):
                 for view in self.make_views(sample.image)
                 for scale in self.scales
             ]
-            # Only a single pixel of the image is kept, so that the memory of the others is freed.
+            # Only a single pixel of the image is kept, so that the other pixels are freed.
             return replace(sample, image=sample.image[:1, :1]), pixels
 
         read = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ssl_bench.neighbours import unit_vectors
 
-# Number of patches that are compared in one matrix product. With more of them, more of the compared
-# pairs of patches would be further apart than `Window.radius`, and computed in vain.
+# Number of patches that are compared in one matrix product. A larger product would contain more
+# pairs of patches that are not needed, because they are further apart than `Window.radius`.
 _QUERIES = 160
 # If a channel varies by less than this share of its maximum, it is constant up to rounding.
 _CONSTANT = 1e-6
