@@ -117,7 +117,7 @@ class Momentum(StepTraining):
 
 @dataclass(frozen=True)
 class FixedPooling:
-    """The setting `probe.pool=fixed`, with which heads do not learn to pool patches.
+    """The setting `probe.pool=fixed`: the pooling of patches is fixed, not learned by the heads.
 
     Each head receives one feature vector of the image. The setting `probe.facet` selects this
     vector, for example the [CLS] token.
@@ -128,8 +128,9 @@ class FixedPooling:
 class LinearClassification(Probe):
     """A probe that trains linear heads on frozen features of each block and scores their accuracy.
 
-    There is one head for each combination of a block and a learning rate. Logistic regression uses
-    values of its parameter C instead of learning rates. All heads are trained at the same time.
+    There is one head for each combination of a block and a learning rate. With logistic regression,
+    heads differ in C, the inverse strength of the penalty, instead of the learning rate. All heads
+    are trained at the same time.
 
     Attributes:
         protocol: Name of the preset that sets the default values.
@@ -141,8 +142,8 @@ class LinearClassification(Probe):
         pool: Pooling of the patches, a file name in configs/probe/classification/pool. With
             "fixed", heads receive the vector that `facet` selects. With "attentive", each head
             learns to pool the patches. The patches are taken after the encoder's final norm.
-        layers_mode: Blocks whose features each head receives: "single" for one block, or "last4"
-            for the last requested block and the three blocks before it, concatenated.
+        layers_mode: Blocks whose features each head receives. "single" is one block. "last4"
+            concatenates the last requested block and the three blocks before it.
         training: Method that trains the heads, a file name in
             configs/probe/classification/training.
         standardise: Whether each channel is standardised over the training images.
@@ -478,10 +479,9 @@ class TrainingDraw:
 
     Attributes:
         fit: Images that the heads are trained on.
-        held_out: Images on which the best head is selected. None if it is selected on the scored
-            images.
-        refit: Images on which the heads are trained again after the selection. None if the heads
-            are not trained again.
+        held_out: Images that are used to select the best head. None if the scored images are used.
+        refit: Images that the heads are trained on again after the selection. None if the heads are
+            not trained again.
     """
 
     fit: Int64[Tensor, " fit"]
@@ -490,7 +490,7 @@ class TrainingDraw:
 
     @property
     def final_images(self) -> Int64[Tensor, " images"]:
-        """Return the images on which the scored heads were trained: `refit` if set, else `fit`.
+        """Return the images that the scored heads were trained on: `refit` if set, else `fit`.
 
         They are positions in the list `TrainingDraws.indices`.
         """
@@ -503,8 +503,7 @@ class TrainingDraws:
 
     Attributes:
         images: The training set.
-        indices: Indices, within the training set, of all images that occur in at least one draw, in
-            ascending order.
+        indices: Sorted indices of all training images that occur in at least one draw.
         by_shots: Dictionary from the number of training images per class to the draws. If the
             setting `probe.shots` is not set, there is a single draw under the key None.
     """
@@ -567,8 +566,8 @@ def _linear_ranks(
 ) -> Int64[Tensor, "values images"]:
     """Return the rank of each image's true class among the logits of each linear head.
 
-    Rank 0 means that the true class has the largest logit. `index` selects a group of layers. Only
-    the heads of this group are used, and `images` contains its features.
+    Rank 0 means that the true class has the largest logit. Only the heads of one group of layers
+    are used. `index` is the index of the group, and `images` contains the features of the group.
     """
     batch_size, ranks = max(1, _MAX_LOGITS // heads.bias[index].numel()), []
     parts = zip(images.features.split(batch_size), images.labels.split(batch_size), strict=True)

@@ -67,7 +67,7 @@ BASELINES = ("same place", "middle")
 """Names of the image-independent baselines.
 
 They predict where a point of the first view (square image) is in the second view: at the same
-place, or in the middle.
+position, or in the middle.
 """
 _OWN_PATCH = "own patch"
 # Figures mark points as correct by this metric. If it is not scored, they use the last metric.
@@ -86,7 +86,7 @@ LEGEND = "green: right, red: wrong, ring: true place of a wrong point"
 
 @dataclass(frozen=True)
 class Correspondence(Probe):
-    """A probe for PCK: the percentage of points matched to the correct place in another image.
+    """A probe for PCK, the percentage of points that are found correctly in another image.
 
     The two images of a pair are called views. A point of the first view is matched to the patch of
     the second view with the most similar features. The score is the mean over all pairs. Nothing is
@@ -97,9 +97,9 @@ class Correspondence(Probe):
             random warp of it. "spair" uses the annotated pairs of a dataset such as SPair-71k.
         facet: One or several facets (kinds of features) to compare: token, token_normed, key,
             query, value, attn_out, attn_skip, mlp_hidden, mlp_out, or submodules of a block.
-        alphas: Largest distances from the true place at which a predicted place is correct, one for
-            each metric. For warps, distances are relative to the side of the view. For annotated
-            pairs, they are relative to the longer side of the object's box.
+        alphas: Tolerances for the distance between the predicted and the true position of a point,
+            one for each metric. For warps, distances are relative to the side of the view. For
+            annotated pairs, they are relative to the longer side of the object's box.
         image_size: Side of both views in pixels, a multiple of the patch size. Null for the
             encoder's native size.
         warp: Kind of warp, for the protocol "warps" only. "homography" moves the four corners
@@ -110,12 +110,12 @@ class Correspondence(Probe):
         num_points: Number of points to match in each image, for the protocol "warps" only.
         sampling: How the features of a point are taken from the first view. "bilinear" interpolates
             between the centres of patches. "patch" takes the patch that contains the point.
-        prediction: How the place of a point is predicted. "cell" takes the centre of the most
-            similar patch. "soft" takes a weighted mean of patch centres. Patches that are similar
-            to the point and near the most similar patch have large weights.
-        sigma: Standard deviation of the Gaussian around the most similar patch, in patches, for
-            "soft" only.
-        temperature: Similarities are divided by this value, for "soft" only.
+        prediction: How the position of a point in the second view is predicted. "cell" takes the
+            centre of the most similar patch. "soft" takes a weighted mean of patch centres. Patches
+            that are similar to the point and near the most similar patch have large weights.
+        sigma: For "soft" only: standard deviation in patches of the Gaussian around the most
+            similar patch.
+        temperature: For "soft" only: divisor of the similarities.
         panels: Number of pairs to show in figures. They are spread over the whole dataset.
         batch_size: Number of pairs in each batch.
         memory_gib: Memory in GiB for caching the features of images that occur in several annotated
@@ -253,8 +253,8 @@ class Correspondence(Probe):
     ) -> Iterable[tuple[int, "ViewPair"]]:
         """Yield all pairs of views (square images), each with its index in the dataset.
 
-        Annotated pairs are read in the order of `order_by_category`. `size` is the side of the
-        views in pixels.
+        Annotated pairs are sorted by category and then by their first image. `size` is the side of
+        the views in pixels.
         """
 
         def prepare(sample: Sample) -> ViewPair:
@@ -283,9 +283,9 @@ class Correspondence(Probe):
 
         Returns:
             A dictionary from layer and facet to two tensors. The first contains the predicted
-            places, relative to the side of the view. Pairs with few points are padded. The second
-            states whether the places of a pair are arbitrary, because all patches of its second
-            view have the same features.
+            positions, relative to the side of the view. Pairs with few points are padded. The
+            second states whether the positions of a pair are arbitrary, because all patches of its
+            second view have the same features.
         """
         sources = [torch.from_numpy(pair.source).float() for pair in pairs]
         points = to_device(pad_sequence(sources, batch_first=True), device)
@@ -377,8 +377,8 @@ class PairCounts:
         correct: Number of correct points for each pair and alpha. The key is a layer and a facet
             (kind of feature), or the name of a prediction that needs no features, such as a
             baseline.
-        degenerate: For each layer and facet, whether the predicted places of a pair are arbitrary,
-            because all patches of its second view have the same features.
+        degenerate: For each layer and facet, whether the predicted positions of a pair are
+            arbitrary. This happens if all patches of its second view have the same features.
     """
 
     def __init__(self, num_pairs: int, alphas: Sequence[float]) -> None:
@@ -400,7 +400,7 @@ class PairCounts:
         """
         self.points[index], self.categories[index] = len(pair.source), pair.category
         sides = np.array(grid[::-1])
-        # Perfect features would find the patch that contains the true place.
+        # Perfect features would find the patch that contains the true position.
         own_patch = (np.minimum(np.floor(pair.truth * sides), sides - 1) + 0.5) / sides
         answers = (pair.source, np.full_like(pair.source, 0.5), own_patch)
         for answer, places in zip((*BASELINES, _OWN_PATCH), answers, strict=True):
@@ -409,13 +409,13 @@ class PairCounts:
     def add_prediction(
         self, index: int, pair: "ViewPair", key: LayerFacet | str, places: Points
     ) -> Bool[np.ndarray, "alphas _points"]:
-        """Count the correct places in a prediction for a pair. Return which places are correct.
+        """Count the correctly predicted points of a pair, and return which of them are correct.
 
         Args:
             index: Index of the pair in the dataset.
             pair: The pair of views (square images).
             key: Layer and facet (kind of feature) of the prediction, or the name of a baseline.
-            places: Predicted places, relative to the side of the second view.
+            places: Predicted positions, relative to the side of the second view.
         """
         is_correct = pair.is_correct(places, self.alphas)
         self.correct[key][index] = is_correct.sum(1)
@@ -447,14 +447,14 @@ def order_by_category(ids: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class ViewPair:
-    """Two square views, with points in the first view and their true places in the second view.
+    """Two square views, with points in the first view and their positions in the second view.
 
     Attributes:
         pair_id: Id of the pair in the dataset.
         keys: Names of the two views. A view that occurs in several pairs always has the same name.
         views: The two views in RGB.
         source: Points in the first view, relative to its side.
-        truth: True place of each point of `source` in the second view, relative to its side.
+        truth: True position of each point of `source` in the second view, relative to its side.
         units: Width and height of the second image in pixels, before it is resized to a square.
             Errors are measured in these pixels.
         reference: Length in pixels, such as the longer side of the object's box. Errors are divided
@@ -474,10 +474,11 @@ class ViewPair:
     def is_correct(
         self, places: Points, alphas: Sequence[float]
     ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
-        """Return whether each predicted place (column) is correct at each tolerance (row).
+        """Return whether each predicted position (column) is correct at each tolerance (row).
 
-        `places` are relative to the side of the second view. A place is correct at the tolerance
-        alpha if its distance to the true place, divided by `reference`, is at most alpha.
+        `places` contains the predicted positions, relative to the side of the second view. A
+        position is correct at the tolerance alpha if its distance from the true position is at most
+        alpha * `reference`.
         """
         errors = np.linalg.norm((places - self.truth) * self.units, axis=1) / self.reference
         return errors <= np.array(alphas, np.float64)[:, None]
@@ -588,7 +589,7 @@ def transform_points(points: Points, matrix: Matrix) -> Points:
     """Apply a homography to points (x, y).
 
     A point becomes NaN if its third homogeneous coordinate becomes 0 or negative, because it then
-    has no place in the new image.
+    has no position in the new image.
     """
     homogeneous = np.column_stack([points, np.ones(len(points))]) @ matrix.T
     scale = np.where(homogeneous[:, 2:] > 0, homogeneous[:, 2:], np.nan)
@@ -745,12 +746,12 @@ def soft_argmax_places(
 def draw_matches(
     pair: ViewPair, places: Points, correct: Bool[np.ndarray, " _points"], title: str, path: Path
 ) -> None:
-    """Save a figure of a pair of views, with lines from some points to their predicted places.
+    """Save a figure of a pair of views, with lines from some points to their predicted positions.
 
     Args:
         pair: The pair of views (square images).
-        places: Predicted places in the second view, relative to its side.
-        correct: Whether each predicted place is correct, which decides the colour of its line.
+        places: Predicted positions in the second view, relative to its side.
+        correct: Whether each predicted position is correct. It determines the colour of the line.
         title: Text above the figure.
         path: File of the figure.
     """

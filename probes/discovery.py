@@ -117,7 +117,7 @@ def score_block(
 
     Args:
         layer: Index of the block.
-        facet: Kind of feature in which the objects were found.
+        facet: Kind of feature that the objects were found with.
         results: Objects that were found in each image, with the true boxes.
         num_ranks: Maximum number of boxes that are scored in an image.
         baselines: Image-independent baseline of each metric.
@@ -181,7 +181,8 @@ def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: i
     """Match the found boxes of each image to its true boxes, and count the correct ones.
 
     In each image, the found boxes must be sorted by decreasing confidence. The first of them has
-    rank 0. `detection_counts` describes the matching and the counts.
+    rank 0. The counts of an image have one row for its true boxes, and one row for each rank. Their
+    columns are for all boxes, and for the correct boxes at each IoU threshold.
     """
     pairs = zip(found, true, strict=True)
     return np.stack(
@@ -207,8 +208,8 @@ _METRICS: dict[str, tuple[Callable[[AllCounts], np.ndarray], Callable[[Any], Any
 }
 """Two functions for each metric.
 
-The first selects or merges the counts of each image. The second computes the score from their sum
-over all images.
+The first selects or merges the counts of each image. The second computes the score from the sum of
+these counts over all images.
 """
 
 

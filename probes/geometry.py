@@ -74,7 +74,7 @@ _UNDEFINED = {
 }
 # Parts into which the position regression splits the images.
 _PARTS = ("train", "selection", "test")
-# Fraction of all images that are in "selection". As many are in "test".
+# Fraction of all images that are in "selection". The fraction in "test" is the same.
 _HOLDOUT = 0.2
 PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 # If the standard deviation of a channel is smaller than this, relative to its mean, the channel
@@ -104,15 +104,15 @@ class Geometry(Probe):
         image_size: Side in pixels of the square images that the encoder receives. None for the
             encoder's native size.
         crop_share: Side of the central square, relative to the shorter side of the image.
-        view_images: Number of images of which random crops are encoded, for the metrics LiDAR and
-            alignment.
+        view_images: Number of images that are also encoded as random crops, for the metrics LiDAR
+            and alignment.
         views: Number of random crops of each of the `view_images` images. Half of the crops are
             flipped horizontally.
         view_area: Smallest and largest area of a random crop, relative to the image.
         lidar_delta: Constant that the metric LiDAR adds to the diagonal of the covariance matrix of
             the views.
-        alpha_ranks: First and last rank of the eigenvalues to which the metric alpha-ReQ fits a
-            power law. The largest eigenvalue has rank 1.
+        alpha_ranks: First and last rank of the eigenvalues in the power-law fit of the metric
+            alpha-ReQ. The largest eigenvalue has rank 1.
         pair_images: Number of images for the metric uniformity, which compares all pairs of them.
         outlier_factor: A patch token is an outlier if its norm exceeds this factor times the median
             norm of its image.
@@ -188,7 +188,7 @@ class Geometry(Probe):
     def _views_journal(
         self, context: ProbeContext, images: ImageSet, indices: Sequence[int]
     ) -> Journal:
-        """Return the file in which the feature vectors of random views (crops) are saved.
+        """Return the file that stores the feature vectors of random views (crops).
 
         It already contains the vectors of images that a killed run has finished. `indices` are the
         indices of the images whose views are encoded.
@@ -261,7 +261,8 @@ class Geometry(Probe):
     ) -> "ImageStatistics":
         """Encode the central square of every image, and collect statistics of the features.
 
-        `subsets` contains the image indices that `draw_subsets` returns.
+        `subsets` contains the indices of the images for each part of the probe, such as "test" for
+        the position regression.
         """
         encoder = context.encoder
         available = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
@@ -416,8 +417,8 @@ class ImageStatistics:
 
     Attributes:
         moments: Mean and covariance of the image vectors, by layer and facet (kind of feature).
-        paired: Image vectors of the images that the metric uniformity compares, in CPU memory, by
-            layer and facet.
+        paired: For each layer and facet, the vectors of the images that the metric uniformity
+            compares. They are in CPU memory.
         per_image: One value for each image, in CPU memory. The keys are a layer and a metric of
             patch tokens, such as "outlier_share".
         regressions: For each layer, the regression from patch tokens to the positions of patches.
@@ -581,7 +582,7 @@ class PositionRegression:
 
 
 class PositionSums:
-    """Sums over patch tokens and their positions, from which a ridge regression is fitted."""
+    """Sums over patch tokens and their positions that are needed to fit a ridge regression."""
 
     def __init__(self) -> None:
         self.moments = Moments()
@@ -612,7 +613,7 @@ class PositionFit:
     Attributes:
         mean: Mean token of the training images.
         weight: Weights that map a token minus `mean` to a position (y, x).
-        penalty: Ridge penalty of the fit, in which each channel was scaled to a variance of 1.
+        penalty: Ridge penalty of the fit, for channels that were scaled to a variance of 1.
     """
 
     mean: Float64[Tensor, " dim"]

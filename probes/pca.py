@@ -2,7 +2,7 @@
 
 The file contains, in this order: the probe (`PCA`), the computation of principal components, the
 split into foreground and background, the alignment of colours, and reference maps. Reference maps
-are saved maps of one encoder, with which the colours of other encoders can be aligned.
+are saved maps of one encoder. The colours of other encoders' maps can be aligned with them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,16 +41,17 @@ from ssl_bench.system.files import (
 from ssl_bench.system.process import reraise_out_of_memory
 
 REFERENCE_FILE = "reference.npz"
-"""Name of the file, in the folder of figures, with the PCA maps of an encoder.
+"""Name of the file with the PCA maps of an encoder, in the folder of its figures.
 
 The colours of other encoders' maps can be aligned with these maps.
 """
 NUM_COMPONENTS = 3
 PERCENTILES = (1.0, 99.0)
 LOW_VARIANCE = 10.0
-"""Percentage below which the title of a map states the variance of the features.
+"""If the variance of the features is below this percentage, the title of a map states the variance.
 
-The percentage is variance / mean square. If it is low, all patches are nearly equal.
+The percentage is relative to the mean square of the features. A low percentage means that all
+patches are nearly equal.
 """
 # Lower limit of the default image size (the longer side) in pixels.
 _MIN_DEFAULT_SIZE = 224
@@ -90,7 +91,7 @@ class PCA(Probe):
         background: How to treat patches of the background. "keep" shows them. "first_component"
             removes patches by a threshold on the first component, and fits the components to the
             remaining patches.
-        align_to: Other encoder with whose colours the maps are aligned, as a folder of its PCA
+        align_to: Another encoder whose colours the maps should resemble, as a folder of its PCA
             figures or the name of its checkpoint. It must have been probed on the same images with
             the same protocol and output folder. If null, the colours are aligned with the encoder's
             own last block.
@@ -233,8 +234,7 @@ class PCA(Probe):
 
         Returns:
             The features of the images to draw, and the moments (mean and covariance) of all images
-            in the dataset. The moments are empty unless the protocol (variant of the probe) is
-            "dataset".
+            in the dataset. The moments are empty unless `protocol` is "dataset".
 
         Raises:
             CheckpointError: Features are not finite.
@@ -287,8 +287,8 @@ class PCA(Probe):
     def _group_images(self, values: Sequence[T]) -> list[Sequence[T]]:
         """Group images that share principal components. `values` has one element for each image.
 
-        With the protocol (variant of the probe) "image", each image has its own components and is a
-        group of its own. Otherwise, all images are in one group.
+        If `protocol` is "image", each image has its own components and is a group of its own.
+        Otherwise, all images are in one group.
         """
         return [[value] for value in values] if self.protocol == "image" else [values]
 
@@ -323,8 +323,9 @@ class PCA(Probe):
             context: Inputs of the probe, such as the output folder.
             blocks: Principal components and maps of each block.
             samples: The images to draw.
-            reference: A map for each image, with which the colours are aligned. If None, they are
-                aligned with the last block of the encoder whose map of the image is not constant.
+            reference: A map for each image. The colours are aligned with these maps. If None, they
+                are aligned with the last block of the encoder whose map of the image is not
+                constant.
         """
         folder = context.artifacts / self.figure_folder
         # For each image, the last map that is not constant.
@@ -649,7 +650,7 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
 
 
 def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
-    """Find the folder with the PCA maps of another encoder, which the setting `align_to` specifies.
+    """Find the folder with the PCA maps of another encoder, given the setting `align_to`.
 
     Args:
         align_to: A folder with maps, or the beginning of a checkpoint's name in the form

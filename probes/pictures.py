@@ -120,7 +120,7 @@ def shorten(text: str, width: int) -> str:
 def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
     """Arrange tiles (images with titles) in rows on a white background, and save them as one PNG.
 
-    A text chunk of the PNG contains the left edge, top edge, width and height of each image without
+    A text field of the PNG contains the left edge, top edge, width and height of each image without
     its titles. Reports use these numbers to show a single image of the PNG.
     """
     width = max(sum(tile.width + MARGIN for tile in row) for row in rows) + MARGIN
@@ -144,7 +144,7 @@ def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: 
     """Arrange images and their titles in rows below a heading, and save them as one SVG.
 
     A reader can select and copy the text. Small maps are enlarged so that viewers do not blur their
-    patches. Photographs are stored at twice the resolution at which they are displayed.
+    patches. Photographs are stored at twice their displayed resolution.
     """
     parts = [_svg_text(heading_line, MARGIN, MARGIN + 13)]
     top, right = 2 * MARGIN + TITLE_HEIGHT, 2 * MARGIN + 2 + round(_length(heading_line))
@@ -204,7 +204,7 @@ def blocks_name(layers: Sequence[int]) -> str:
 
 
 def save_png(image: Image.Image, path: Path, text: PngInfo | None = None) -> None:
-    """Save an image as PNG, with optional text chunks.
+    """Save an image as PNG, with optional text fields.
 
     The file is written atomically, so a killed process never leaves an incomplete file.
     """

@@ -2,7 +2,7 @@
 
 The features of training patches, and the classes of their pixels, are stored in a memory. Each
 patch of a scored image gets its classes by a vote of its nearest neighbours in this memory. The
-predicted masks are scored as in the probe `segmentation`.
+predicted masks are scored by mean IoU and pixel accuracy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,7 +72,7 @@ class Retrieval(Probe):
         views: Number of crops of each training image. If `crops` is "whole", the second crop is the
             mirror image.
         train_images: Maximum number of training images, drawn at random. None for all images.
-        score_size: Height and width in pixels to which masks are resized before scoring. None for
+        score_size: Masks are resized to this height and width in pixels before scoring. None for
             the original size of each mask.
         batch_size: Number of images in a forward pass of the encoder.
         memory_gib: Maximum size of the memories in GiB. If the memories of all layers exceed it,
@@ -86,8 +86,9 @@ class Retrieval(Probe):
             differences from their settings.
 
     The protocol "hbird" adds the metric "miou_matched" of
-    https://github.com/vpariza/open-hummingbird-eval (see `matched_score`). That code counts ignored
-    pixels as class 0. This probe instead leaves them out of the label histograms.
+    https://github.com/vpariza/open-hummingbird-eval: mean IoU after matching the predicted classes
+    one-to-one to the true classes. That code counts ignored pixels as class 0. This probe instead
+    leaves them out of the label histograms.
 
     Source: Balazevic et al., "Towards In-Context Scene Understanding",
     https://arxiv.org/abs/2306.01667.
@@ -129,8 +130,8 @@ class Retrieval(Probe):
     def has_matched_metric(self) -> bool:
         """Return whether the probe scores the metric "miou_matched".
 
-        This metric is the mean IoU after matching the predicted classes to the true classes. Only
-        the protocol (variant of the probe) "hbird" scores it.
+        This metric is the mean IoU after matching the predicted classes to the true classes. It is
+        scored only if `protocol` is "hbird".
         """
         return self.protocol == "hbird"
 
@@ -197,14 +198,14 @@ class Retrieval(Probe):
         """Draw at random the training patches whose features are stored in the memory.
 
         Return the indices of these patches in ascending order. The patches of all training images
-        are numbered consecutively, as in `find_labelled_patches`.
+        are numbered consecutively.
         """
         labelled = find_labelled_patches(training_pass)
         if not len(labelled):
             images = training_pass.images
             raise DataError(
                 f"the training masks of {images.name} {images.split} have no labelled pixel at the "
-                "encoder's input size"
+                "encoder's input size. Check the masks"
             )
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(labelled), generator=generator)[: self.memory_patches]

@@ -100,7 +100,7 @@ class Steps(StepTraining):
         optimizer: AdamW, or SGD with momentum.
         schedule: Shape of the learning rate schedule after the warm-up. "cosine" and "linear"
             decrease to zero. "drop" divides the rate by ten after 80 % of the remaining steps.
-        warmup: Fraction of the steps that belong to the warm-up, in which the learning rate rises.
+        warmup: Fraction of the steps for the warm-up of the learning rate.
         weight_decay: Weight decay of the optimizer.
     """
 
@@ -148,8 +148,8 @@ class Segmentation(Probe):
     Attributes:
         protocol: Name of the preset that sets the default values.
         layers_mode: Blocks whose features each head receives. "single" trains a head on each block.
-            "multi" trains one head on four evenly spaced blocks, of which the last is the last
-            requested layer. "last4" trains one head on that layer and the three blocks before it.
+            "multi" trains one head on four evenly spaced blocks up to the last requested layer.
+            "last4" trains one head on that layer and the three blocks before it.
         image_size: Side in pixels of the square images that the encoder receives. The default is
             rounded to a multiple of the patch size.
         loss: Training loss, the name of a file in configs/probe/segmentation/loss.
@@ -165,7 +165,7 @@ class Segmentation(Probe):
             so that its shorter side is 0.5 to 2 times `image_size`, and crops a random square of
             side `image_size`.
         views: Number of crops of each training image. They are drawn once. With "whole", the second
-            view is the mirror image.
+            crop is the mirror image.
         holdout: Fraction of the training images that are held out to select the learning rate or C.
             Held-out images are not used for training, unless `training.refit` is true.
         train_images: Maximum number of training images, drawn at random. None for all images.
@@ -297,10 +297,10 @@ class SegmentationRun:
     Attributes:
         sources: Groups of layers whose features the heads receive. There is one head for each group
             and each learning rate or value of C.
-        split: The training images, some of which are held out to select the learning rate or C.
+        split: The training images. Some of them are held out to select the learning rate or C.
         training_pass: Pass over the training images that computes their features and labels.
         head_spec: Loss, normalisation, number of classes and seed of the heads.
-        scored_images: Images on which the heads are scored.
+        scored_images: Images for scoring the heads.
     """
 
     def __init__(self, probe: Segmentation, context: ProbeContext) -> None:
@@ -428,7 +428,7 @@ class SegmentationRun:
         Returns:
             The numbers of correct, predicted and true pixels of each class, summed over the images.
             There is one head for each source (layer or group of layers) and each value (learning
-            rate or C). None if no images are held out.
+            rate or C). The result is None if no images are held out.
         """
         if not self.split.held_out:
             return None
@@ -483,7 +483,7 @@ class SegmentationRun:
                 num_written = len(counts)
         if not counts.total[:, :, 2].any():
             raise DataError(
-                f"the masks of {images.name} {images.split} have no labelled pixel to score"
+                f"the masks of {images.name} {images.split} have no labelled pixel. Check the masks"
             )
         return counts
 
@@ -671,7 +671,7 @@ class SegmentationRun:
             save_sheet(rows, self.context.artifacts / self.probe.panel_name(sample.image_id))
 
     def _open_journal(self, name: str, **dependencies: Any) -> Journal:
-        """Open a file for unfinished work, from which the next run continues if this one is killed.
+        """Open a file that stores unfinished work, so that the next run can continue a killed run.
 
         Args:
             name: Beginning of the file name.

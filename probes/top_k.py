@@ -14,7 +14,7 @@ from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.results import Baseline
 
 TOP_K = (1, 5)
-"""Values of k for which the top-k accuracy is reported."""
+"""Values of k for the reported top-k accuracies."""
 
 
 def top_k_score(

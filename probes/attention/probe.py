@@ -1,6 +1,6 @@
 """Attention maps: which patches does the [CLS] token attend to in each block?
 
-The code is in the order of a run: settings, one pass over the images, masks and scores of an image,
+The file contains, in this order: settings, one pass over the images, masks and scores of an image,
 scores of a block, and figures.
 """
 
@@ -57,21 +57,20 @@ class Attention(Probe):
     """A probe that draws the attention of [CLS] to the patches and compares it with object masks.
 
     Attributes:
-        protocol: Name of the preset. "dino" keeps 60 % of the attention, as DINO's authors do.
+        protocol: Name of the preset. "dino" sets `mass` to 0.6, as DINO's authors do.
         truth: Masks to compare with: "classes" for class masks, "object" for masks of one object,
             or "none". In class masks, all classes except class 0 count as the object. The default
             depends on the dataset. It is "none" if class 0 is not called background.
-        mass: Fraction of the attention that the mask of a head covers, relative to the head's
-            attention to all patches. The mask consists of the fewest patches that reach this
-            fraction.
+        mass: Attention that the mask of a head covers, as a fraction of the head's attention to all
+            patches. The mask consists of the fewest patches that reach this fraction.
         panels: Number of images to draw in figures. They are spread over the dataset. With
             `truth="none"`, only these images are encoded. If the number is 0, all images are
             encoded and none is drawn.
         image_size: Side in pixels of the squares that images are resized to without keeping their
             aspect ratio, a multiple of the patch size. By default, images keep their size, and
             their sides are reduced to multiples of the patch size.
-        max_side: Maximum length of the longer side in pixels, to which larger images are reduced.
-            It has no effect if `image_size` is set.
+        max_side: Maximum length of the longer side in pixels. Larger images are reduced to this
+            length. The setting has no effect if `image_size` is set.
         num_workers: Number of threads that decode images.
 
     Source: Caron et al., "Emerging Properties in Self-Supervised Vision Transformers",
@@ -307,10 +306,10 @@ class ImageResult:
     Attributes:
         jaccard: Jaccard index (IoU) in percent between the true mask and the mask of each head.
             None without a true mask.
-        jaccard_mean_map: Jaccard index in percent between the true mask and the mask of the mean
-            map, which is the mean over all heads. NaN without a true mask.
-        constant: Jaccard index in percent between the true mask and each image-independent baseline
-            mask, by the name of the baseline.
+        jaccard_mean_map: Jaccard index in percent between the true mask and a mask from the mean
+            attention map of all heads. NaN without a true mask.
+        constant: Jaccard index in percent of each image-independent baseline, such as a box in the
+            centre. The keys are the names of the baselines.
         has_object: Whether the true mask has a pixel of the object.
         entropy: Entropy of the map of each head, divided by the logarithm of the number of patches.
         patch_share: Fraction of each head's attention that goes to patches. The rest goes to [CLS]
@@ -330,8 +329,8 @@ class ImageResult:
     def notes(self) -> list[str]:
         """Return a text for the title of each attention map, such as ": Jaccard 45 %".
 
-        The first text is for the mean map over all heads, and the others are for the maps of the
-        heads. The texts are empty without a true mask.
+        The first text is for the mean map over all heads. Each further text is for the map of one
+        head. The texts are empty without a true mask.
         """
         if self.jaccard is None:
             return [""] * (1 + len(self.entropy))

@@ -1,9 +1,9 @@
 """Record the attention weights of each block during a forward pass.
 
 Fused attention returns no weights. `AttentionRecorder` therefore intercepts the calls of PyTorch
-functions during a forward pass. The arguments of the fused function suffice to compute the weights:
-norms and rotary positions are already applied to the queries and keys, and the scale and bias are
-passed as well.
+functions during a forward pass. The arguments of the fused function suffice to compute the weights.
+Norms and rotary positions are already applied to the queries and keys. The scale and the bias are
+arguments, too.
 """
 
 import math

@@ -26,9 +26,9 @@ Assignment = Int64[np.ndarray, "*tables clusters"]
 Scores = Float64[np.ndarray, "*tables"]
 
 IMAGES_PER_PAIR = 3
-"""Minimum number of images for each pair of a cluster and a class.
+"""Minimum ratio of the number of images to the number of pairs of a cluster and a class.
 
-If there are fewer images, scores have no confidence interval.
+If the ratio is lower, scores have no confidence interval.
 """
 # Differences of entropies below this number of nats are rounding errors.
 _ROUNDING_NATS = 1e-12
@@ -141,7 +141,7 @@ def match_clusters(table: Table) -> Assignment:
 def majority_classes(table: Table) -> Assignment:
     """Return the most frequent class of each cluster. Several clusters may share a class.
 
-    If clusters predict these classes, scores increase with the number of clusters. Scores are
+    If clusters predict these classes, the scores increase with the number of clusters. They are
     perfect if each image has its own cluster.
     """
     return table.argmax(-1)
@@ -194,8 +194,8 @@ def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[st
     """Return the score of the better of two image-independent baselines, for each metric.
 
     The first baseline assigns images to random clusters with the sizes of the actual clusters. Its
-    expected score is 0 for "ami" and "ari", and computed exactly for "nmi". For all other metrics,
-    it is the mean over 100 random contingency tables, or 10 if the table is large.
+    expected score is 0 for "ami" and "ari". For "nmi", it is computed exactly. For all other
+    metrics, it is the mean over 100 random contingency tables, or 10 if the table is large.
 
     The second baseline puts all images into one cluster. It has a high score if one class is
     frequent. It is used for all metrics except "ami", "ari" and "nmi". If there is only one class,
@@ -333,9 +333,10 @@ def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 
 
 def _expand_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """Approximate the expected value that `_sum_terms` computes, for cells with a large mean count.
+    """Approximate the expected value of x / total * log(x * total / (row * col)) for each cell.
 
-    The approximation is a Taylor series with three terms around the mean.
+    The random count x of a cell must have a large mean. The approximation is a Taylor series with
+    three terms around this mean.
     """
     mean, variance = row * col / total, _variance(row, col, total)
     skew = variance * (total - 2 * row) * ((total - 2 * col) / total) / (total - 2)
@@ -369,8 +370,8 @@ def _sum_tail(
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
     """Compute the sum of (1 - share)^(r - total + 1) / r over all integers r >= total.
 
-    `estimate_entropy` uses this sum for the values that the sample does not contain. The sum is
-    computed as an integral over s = exp(v) / total.
+    The sum is part of an entropy estimate, for the values that the sample does not contain. It is
+    computed as an integral.
     """
     v = np.linspace(-50, 5, 500)
     s, rest = np.exp(v) / total[..., None], 1 - share[..., None]
@@ -406,8 +407,8 @@ def few_images_warning(table: Table, images: int) -> list[str]:
 def image_intervals(table: Table) -> dict[str, Interval | None]:
     """Return the 95 % confidence intervals of "ami" and "ari" for clustered images.
 
-    Other metrics have no interval. For few images, they have a large bias, so an interval would not
-    contain the value that they have for very many images.
+    Other metrics have no interval, because they are strongly biased for few images. An interval
+    would not contain the value for very many images.
     """
     cells = np.argwhere(table)
     repeats = table[tuple(cells.T)]
@@ -435,8 +436,8 @@ def image_intervals(table: Table) -> dict[str, Interval | None]:
 def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | None]:
     """Return the 95 % confidence intervals of all metrics for clustered patches.
 
-    The intervals come from a jackknife over images. Clusters are matched to classes by the labels
-    of the scored images, so the matching is repeated for each left-out image. "miou_majority" has
+    The intervals come from a jackknife over images. The matching of clusters to classes depends on
+    the labels of the scored images, so it is repeated for each left-out image. "miou_majority" has
     no interval, because one image can change the majority class of a cluster. The score can then
     change by more than half the width of a jackknife interval.
 

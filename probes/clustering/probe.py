@@ -1,8 +1,8 @@
 """Clustering: how well do k-means clusters of the features of each block match the classes?
 
-The clusters are computed without labels. The probe has two variants, called protocols. The protocol
-"images" clusters the scored images. The protocol "patches" clusters patches of the training images,
-and assigns each patch of the scored images to a cluster.
+The clusters are computed without labels. With `probe.protocol=images`, the scored images are
+clustered. With `probe.protocol=patches`, patches of the training images are clustered, and each
+patch of the scored images is assigned to a cluster.
 """
 
 import itertools
@@ -59,10 +59,9 @@ Cell = tuple[int, str]
 METRICS = ("ami", "nmi", "ari", "purity", "miou_matched")
 PATCH_METRICS = (*METRICS, "accuracy_matched")
 MAJORITY = "miou_majority"
-"""Metric in which each cluster predicts its most frequent class.
+"""Metric that lets each cluster predict its most frequent class.
 
-Only the protocol (variant of the probe) "patches" scores it, if there are more clusters than
-classes.
+It is scored only if patches are clustered and there are more clusters than classes.
 """
 
 
@@ -254,7 +253,7 @@ class Clustering(Probe):
                 }
             labels, clusters = self._assign_scored_patches(context, extractor, val, centers, side)
             if not len(labels.pixels):
-                raise DataError(f"{val.name} {val.split} has no labelled pixel")
+                raise DataError(f"{val.name} {val.split} has no labelled pixel. Check its masks")
             for cell, by_factor in clusters.items():
                 for factor, assigned in zip(self.cluster_factors, by_factor, strict=True):
                     table, by_image = patch_contingency(labels, assigned, factor * classes, classes)
@@ -336,8 +335,8 @@ class Clustering(Probe):
             side: Number of patches along a side of an image.
 
         Returns:
-            The number of pixels of each class in each patch, and the index of the nearest center of
-            each patch in each k-means model.
+            The number of pixels of each class in each patch. For each k-means model, also the index
+            of the center that is nearest to each patch.
         """
         size, labels = self._image_size(context), list[PatchLabels]()
 
@@ -483,8 +482,8 @@ class PatchLabels(NamedTuple):
     ) -> "PatchLabels":
         """Count the pixels of each class in each patch of one image.
 
-        The patch grid has `rows` x `cols` patches, which need not contain whole pixels. A pixel
-        belongs to the patch that contains its center. Pixels of class 255 are ignored.
+        The patch grid has `rows` x `cols` patches. If a pixel lies on the border of several
+        patches, it belongs to the patch that contains its center. Pixels of class 255 are ignored.
         """
         down, across = (
             (2 * np.arange(length) + 1) * cells // (2 * length)
@@ -498,7 +497,7 @@ class PatchLabels(NamedTuple):
 
     @classmethod
     def concatenate(cls, images: Sequence["PatchLabels"], patches: int) -> "PatchLabels":
-        """Join the pixel counts of several images, each of which has `patches` patches."""
+        """Join the pixel counts of several images with `patches` patches each."""
         return cls(
             np.concatenate([one.patches + patches * n for n, one in enumerate(images)]),
             np.concatenate([one.classes for one in images]),

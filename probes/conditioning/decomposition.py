@@ -205,7 +205,7 @@ def record_blocks(
 
 
 def _copy_module(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module, also if autograd has computed some of its tensors.
+    """Return a deep copy of a module, even if some of its tensors are results of autograd.
 
     `copy.deepcopy` alone fails for such tensors. The copy contains detached versions of them.
     """

@@ -29,8 +29,8 @@ _FAILURE = 0.05
 def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]]:
     """Return the parts of a block whose Jacobians are scored, as functions of tokens.
 
-    The keys of the result are the names of the functions, which are called facets. The values
-    consist of a function and the tokens at which its Jacobian is computed:
+    The keys of the result are the names of the functions, which are called facets. The values are
+    pairs of a function and the tokens for its Jacobian. The functions are:
 
     - "attention" and "mlp" map the normed tokens to the output of the attention or the MLP. Their
       Jacobians are K and K-hat in equation 7 of the paper "Cutting the Skip".
@@ -43,7 +43,7 @@ def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]
       1 / sqrt(head width) of the layer, which the paper omits.
 
     A facet is left out if the block cannot be split into the parts that the facet needs. "block" is
-    left out if the block, called alone, does not reproduce its output in the encoder.
+    left out if calling the block alone does not reproduce its output in the encoder.
 
     Source: "Cutting the Skip", equations 7, 8 and 10, proposition 2 and appendix A.1.
     """
@@ -86,8 +86,8 @@ def exact_jacobian(function: Function, x: Tokens) -> Float64[Tensor, "outputs in
 def exact_spectra(record: BlockRecord) -> dict[str, Float64[Tensor, " values"]]:
     """Return all singular values of each Jacobian of a block.
 
-    The keys of the dictionary are the names that `block_functions` gives to the parts of a block,
-    such as "attention".
+    The keys of the dictionary are the names of the differentiated parts of the block, such as
+    "attention".
 
     Raises:
         ConfigurationError: The number of tokens times their dimension exceeds 8192.
@@ -96,7 +96,7 @@ def exact_spectra(record: BlockRecord) -> dict[str, Float64[Tensor, " values"]]:
     if tokens * dim > _EXACT_LIMIT:
         raise ConfigurationError(
             f"probe.protocol=jacobian_exact needs tokens * dim <= {_EXACT_LIMIT}, got {tokens} * "
-            f"{dim}. Lower probe.image_size or estimate the values",
+            f"{dim}. Lower probe.image_size or estimate the singular values",
             hint=("probe.protocol=jacobian_lanczos",),
         )
     return {
@@ -136,8 +136,8 @@ class SingularValueBounds:
         smallest: Upper bound of the smallest singular value.
         largest_residual: Maximum distance from `largest` to the nearest singular value.
         smallest_residual: Maximum distance from `smallest` to the nearest singular value. It is
-            infinite if `smallest` does not come from the iterations, but from the vector
-            `test_vector` that was passed to `bound_singular_values`.
+            infinite if `smallest` was computed from a given test vector instead of by the
+            iterations.
         largest_at_most: Upper bound of the largest singular value. It holds for at least 97.5 % of
             all random start vectors.
         smallest_at_least: Lower bound of the smallest singular value. It holds for at least 97.5 %
@@ -184,8 +184,8 @@ class SingularValueBounds:
 def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, SingularValueBounds]:
     """Bound the smallest and the largest singular value of each Jacobian of a block.
 
-    The keys of the dictionary are the names that `block_functions` gives to the parts of a block,
-    such as "attention". `steps` is the number of Lanczos iterations.
+    The keys of the dictionary are the names of the differentiated parts of the block, such as
+    "attention". `steps` is the number of Lanczos iterations.
     """
     bounds = {}
     for facet, (function, point) in block_functions(record).items():

@@ -1,8 +1,8 @@
 """Conditioning: how close to singular are the matrices and Jacobians of each block?
 
 The probe runs a float64 copy of the encoder on a few images (`decomposition.py`), scores its blocks
-(`scores.py`, `jacobians.py`) and draws a figure. The protocol (variant of the probe) "checkpoints"
-compares two encoders.
+(`scores.py`, `jacobians.py`) and draws a figure. With `probe.protocol=checkpoints`, it compares two
+encoders.
 """
 
 import math
@@ -62,17 +62,17 @@ class Conditioning(Probe):
     Attributes:
         protocol: What is scored. "spectra": the attention matrices, the outputs of attention and
             MLP, and CKA between the input and the output of the block. "jacobian_exact": the
-            Jacobians, from all of their singular values, if there are few tokens.
-            "jacobian_lanczos": the Jacobians, from bounds of their singular values, for any number
-            of tokens. "checkpoints": CKA with the same block of another encoder. "mean_log": the
+            Jacobians, by computing all of their singular values (for few tokens only).
+            "jacobian_lanczos": the Jacobians, by bounding their singular values (for any number of
+            tokens). "checkpoints": CKA with the same block of another encoder. "mean_log": the
             logarithms of the condition numbers of tokens before and after attention, averaged over
             blocks 0 to the scored block.
         num_images: Number of images, taken from the start of the dataset.
         image_size: Side in pixels of the squares that images are resized to without keeping their
             aspect ratio. The default is rounded to a multiple of the patch size.
         num_steps: Number of Lanczos iterations.
-        compare_to: The other encoder, as on the command line (such as a checkpoint file). Only for
-            the protocol "checkpoints".
+        compare_to: The other encoder, for example a checkpoint file. Only for the protocol
+            "checkpoints".
         at_initialisation: Whether to score a checkpoint of `ssl-bench pretrain` with its initial
             weights. The configuration in the checkpoint and the seed determine these weights.
     """
@@ -153,7 +153,7 @@ class Conditioning(Probe):
         return {f"{self._file_stem(layers, seed)}{end}": layers for end in (".png", *arrays)}
 
     def _file_stem(self, layers: Sequence[int], seed: int) -> str:
-        """Return the path of the output files of a run, without the ends of the file names.
+        """Return the common beginning of the paths of a run's output files.
 
         The path is relative to the output folder, `ProbeContext.artifacts`.
         """
@@ -398,8 +398,8 @@ def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix 
 def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> None:
     """Draw the chart of one metric.
 
-    Each facet (part of a block, such as its MLP) has the same colour in all charts, because
-    `facets` contains the facets of all charts.
+    `facets` contains the facets (parts of a block, such as its MLP) of all charts. Each of them has
+    the same colour in all charts.
     """
     metric = scores[0].metric
     for facet in dict.fromkeys(score.facet for score in scores):

@@ -1,6 +1,6 @@
 """Compute the scores of a transformer block from its matrices, Jacobians and tokens.
 
-Each protocol (variant) of the probe `Conditioning` has its own function, such as `spectra_scores`.
+There is one function for each value of the setting `probe.protocol`, such as `spectra_scores`.
 `linear_cka` measures the similarity of two representations of the same tokens.
 """
 
@@ -54,7 +54,7 @@ CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
     "checkpoints": [("token", "cka_with_checkpoint")],
     "mean_log": [(facet, MEAN_LOG) for facet in AROUND_ATTENTION],
 }
-"""The scores of each protocol (variant of the probe), as pairs of a facet and a metric.
+"""For each value of the setting `probe.protocol`, the scores as pairs of a facet and a metric.
 
 A facet is a part of a block, such as its attention.
 """
@@ -106,10 +106,11 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
     """Return the median of all values of all images, and its 95 % interval from the sign test.
 
     `numbers` contains the values of each image. Infinity counts as larger than all other numbers.
-    Each end of the interval is the median of one image, or the median of all values if that lies
-    further out. The interval makes no assumption about the distribution. With two to eight images,
-    it extends from the smallest to the largest median of an image. It then contains the true median
-    with a probability of 1 - 2^(1 - images), which is below 95 % for fewer than six images.
+    Each end of the interval is the median of one image. If the median of all values lies outside,
+    the interval is extended to it. The interval makes no assumption about the distribution. With
+    two to eight images, it extends from the smallest to the largest median of an image. It then
+    contains the true median with a probability of 1 - 2^(1 - images), which is below 95 % for fewer
+    than six images.
 
     Returns:
         The median and its interval. If any number is NaN, the median is NaN and the interval is
@@ -167,7 +168,7 @@ def spectra_scores(
 
 
 def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
-    """Return the matrices of one block for one image, as a dictionary from the kind of matrix.
+    """Return the matrices of one block for one image. The keys are the kinds of matrices.
 
     "attention_matrix" has one matrix for each head. The other kinds have one matrix, which contains
     the output tokens of attention or MLP, with or without the skip connection. The dictionary is
@@ -247,8 +248,8 @@ def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]
 def _log_condition_numbers(record: BlockRecord) -> list[float]:
     """Return the logarithms of the condition numbers of tokens before and after attention.
 
-    The tokens after attention are the sum of the tokens before it and its output. `record` contains
-    the input of a block for one image.
+    The tokens after attention are the tokens before attention plus the output of attention.
+    `record` contains the input of a block for one image.
     """
     assert record.parts is not None
     before = record.parts.graying(record.input)
@@ -260,9 +261,9 @@ def _log_condition_numbers(record: BlockRecord) -> list[float]:
 
 
 def exact_scores(layer: int, records: Sequence[BlockRecord]) -> list[Score]:
-    """Score the Jacobians of one block, given the record of the block for each image.
+    """Score the Jacobians of one block, after computing all of their singular values.
 
-    All singular values of the Jacobians are computed.
+    `records` contains the input and output of the block for each image.
     """
     by_image = [exact_spectra(record) for record in records]
     scores, norms = list[Score](), dict[str, Numbers]()
@@ -281,10 +282,10 @@ def exact_scores(layer: int, records: Sequence[BlockRecord]) -> list[Score]:
 def lanczos_scores(
     layer: int, records: Sequence[BlockRecord], steps: int, seed: int
 ) -> list[Score]:
-    """Score the Jacobians of one block, given the record of the block for each image.
+    """Score the Jacobians of one block, after bounding their singular values.
 
-    The singular values of the Jacobians are bounded by `steps` Lanczos iterations. `seed` is the
-    seed of their start vectors.
+    The bounds come from `steps` Lanczos iterations, whose start vectors depend on `seed`. `records`
+    contains the input and output of the block for each image.
     """
     by_image = [lanczos_bounds(record, steps=steps, seed=seed) for record in records]
     scores, norms, at_most = list[Score](), dict[str, Numbers](), dict[str, list[float]]()
@@ -308,8 +309,8 @@ def _term_scores(
 ) -> list[Score]:
     """Score the spectral norms of the two terms of the attention Jacobian, and their ratio.
 
-    The terms are "dominant" and "perturbation" (see `block_functions`). The ratio is perturbation /
-    dominant.
+    The term "dominant" keeps the attention matrices fixed, and "perturbation" keeps the values
+    fixed. The ratio is perturbation / dominant.
 
     Args:
         layer: Index of the block.
@@ -332,7 +333,7 @@ def _term_scores(
 def _common_facets(facets: Sequence[str], by_image: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the facets (kinds of matrices) that every image has, in the order of `facets`.
 
-    `by_image` contains a dictionary for each image, whose keys are facets.
+    For each image, `by_image` contains a dictionary with facets as keys.
     """
     return [facet for facet in facets if all(facet in found for found in by_image)]
 
@@ -408,16 +409,15 @@ def linear_cka(x: Tokens, y: OtherTokens) -> float:
 
 
 def linear_cka_ci95(x: Tokens, y: OtherTokens) -> Interval | None:
-    """Return the 95 % confidence interval of the CKA that `linear_cka` returns.
+    """Return the 95 % confidence interval of the linear CKA of two representations.
 
     The interval comes from a jackknife over images of the logit of the CKA, and is corrected for
-    bias. Leaving out an image needs no further pass over the tokens.
+    bias.
 
     Returns:
         The interval. It is None for a single image, if all tokens are equal, and if the CKA is 1.
-        It is also None if the bias correction exceeds the margin of the interval. There are then
-        too few tokens to estimate the bias. The interval would contain neither the CKA of these
-        images nor its limit for many images.
+        It is also None if the bias correction exceeds the margin of the interval, because there are
+        then too few tokens to estimate the bias.
     """
     count = len(x)
     x, y = _centre(x), _centre(y)

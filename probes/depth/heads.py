@@ -97,9 +97,9 @@ class HeadTraining:
         learning_rates: Peak learning rates. One head of each source is trained for each rate.
         epochs: Number of passes over the training images.
         batch_size: Number of images per step.
-        warmup: Fraction of the steps in which the learning rate rises. In these steps, the loss has
-            no variance term (see `scale_invariant_loss`). The heads therefore learn the overall
-            scale of the depths first.
+        warmup: Fraction of the steps for the warm-up of the learning rate. In these steps, the loss
+            depends only on the mean error of the logarithms of the depths. The heads therefore
+            learn the overall scale first.
         weight_decay: Weight decay of AdamW.
         standardize: Whether each channel is standardised over the training images.
         bounds: Depth of the first and of the last bin in metres. Depths that are not between them
@@ -127,7 +127,7 @@ class HeadTraining:
     ) -> DepthHeads:
         """Train a head for each pair of a source (group of layers) and a learning rate.
 
-        The heads of a source do not depend on which other sources are trained.
+        The heads of a source do not depend on the other sources.
 
         Args:
             features: Features and depth maps of all training images.

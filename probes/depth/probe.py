@@ -4,7 +4,7 @@ One head is trained for each block and each learning rate, all on the same featu
 images. Some training images are held out to select the learning rate. The heads then predict the
 depth of each pixel of the scored images. The scores of these images are averaged.
 
-The code is in the order of a run: settings, training images, scored images, metrics, and figures.
+The file contains, in this order: settings, training images, scored images, metrics, and figures.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,7 +72,7 @@ UNITS = {
     "log10": "",
     "silog": "",
 }
-"""Unit of each metric, in the order in which `image_metrics` returns the metrics."""
+"""Unit of each depth metric, in the order of the results of `image_metrics`."""
 _CLS_FACETS = {"token": "cls", "token_normed": "cls_normed"}
 _COLOURS = "viridis"
 _TILES_PER_ROW = 5
@@ -90,8 +90,8 @@ class Depth(Probe):
     Attributes:
         protocol: Name of the preset. "ssl_bench" has the head and the loss of DINOv2.
         layers_mode: Blocks whose features each head receives. "single" trains a head on each block.
-            "multi" trains one head on four evenly spaced blocks, of which the last is the last
-            requested layer. "last4" trains one head on that layer and the three blocks before it.
+            "multi" trains one head on four evenly spaced blocks up to the last requested layer.
+            "last4" trains one head on that layer and the three blocks before it.
         image_size: Side in pixels of the square images that the encoder receives. The default is
             rounded to a multiple of the patch size.
         facet: Features of a patch: token, key, query, value, attn_out, attn_skip, mlp_hidden,
@@ -103,10 +103,11 @@ class Depth(Probe):
             unknown.
         max_depth: Depth of the last bin in metres. Pixels whose depth is not below it count as
             unknown.
-        learning_rates: Peak learning rates, one of which is selected on the held-out images.
+        learning_rates: Peak learning rates to compare on the held-out images. The best one is
+            selected.
         epochs: Number of passes over the training images.
         images_per_step: Number of images per step, and in a forward pass.
-        warmup: Fraction of the steps in which the learning rate rises. In these steps, the loss
+        warmup: Fraction of the steps for the warm-up of the learning rate. In these steps, the loss
             depends only on the mean error of the logarithms of the depths.
         weight_decay: Weight decay of AdamW.
         holdout: Fraction of the training images that are held out to select the learning rate.
@@ -236,7 +237,7 @@ class DepthRun:
 
     Attributes:
         sources: Groups of layers. The heads of a source receive the features of all of its layers.
-        split: The training images, some of which are held out to select the learning rate.
+        split: The training images. Some of them are held out to select the learning rate.
         training: Training method of the heads.
     """
 
@@ -350,8 +351,8 @@ class DepthRun:
     def mean_depth(self, depths: Float[Tensor, "images rows cols"]) -> Float[Tensor, "rows cols"]:
         """Return the mean depth map over images, which a baseline predicts for every image.
 
-        The mean at a position is taken over the images in which the depth there is known. If it is
-        known in no image, the mean over all positions is used.
+        At each position, the mean is over the images with a known depth there. If no image has one,
+        the mean over all positions is used.
         """
         is_known = self.training.is_known(depths)
         mean = (depths * is_known).sum(0) / is_known.sum(0)
@@ -517,7 +518,7 @@ class DepthRun:
                 draw_depths(sample.image, {k: v.numpy() for k, v in maps.items()}, path)
 
     def _open_journal(self) -> Journal:
-        """Open a file for unfinished work, from which an interrupted run continues."""
+        """Open a file that stores unfinished work, so that an interrupted run can continue."""
         ids = self.split.ids(self.images)
         header = {
             **self.context.encoder.identity(),

@@ -22,7 +22,7 @@ IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
     "patch_mean": ("token_normed",),
     "cls_patch_mean": ("cls_normed", "token_normed"),
 }
-"""Kinds of features (facets) of a whole image, and the outputs from which they are computed.
+"""For each kind of feature (facet) of a whole image, the encoder outputs that it consists of.
 
 "cls_normed" is the [CLS] token and "token_normed" are the patch tokens, both after the encoder's
 final norm.
@@ -142,9 +142,9 @@ class ImagePass:
 
 
 def facet_parts(facet: Facet) -> tuple[Facet, ...]:
-    """Return the encoder outputs from which a kind of feature (facet) of a whole image is computed.
+    """Return the encoder outputs that are needed to compute a feature of a whole image.
 
-    For example, the facet "cls_patch_mean" of an image is computed from "cls_normed" and
+    For example, the facet (kind of feature) "cls_patch_mean" is computed from "cls_normed" and
     "token_normed". These are the [CLS] token and the patch tokens after the encoder's final norm.
     """
     return IMAGE_FACETS.get(facet, (facet,))

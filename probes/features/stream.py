@@ -18,7 +18,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 Half = Float16[Tensor, "batch rows cols dim"]
 Scales = Float[Tensor, "layers batch"]
-"""Factors by which `undo_scaling` multiplies the features of each layer and image."""
+"""For each layer and image, the factor that undoes the scaling before rounding to float16."""
 
 _MAX_CPU_PIXELS = 2**19
 # Features of an image are not scaled if their largest absolute value is in this range. Values down
@@ -55,7 +55,8 @@ def map_ahead(
         items: Arguments of the function, one for each call. An item is read when its call is
             submitted to the threads.
         workers: Number of threads.
-        max_ahead: Maximum number of calls that are submitted before their results are needed.
+        max_ahead: Maximum number of calls that are started ahead of the one whose result is yielded
+            next.
     """
     pool = ThreadPoolExecutor(workers)
     try:
@@ -150,7 +151,7 @@ def extract_float16(
 ) -> tuple[list[Half], Scales]:
     """Compute the features of all layers for a batch, and round them to float16.
 
-    Features that do not fit the range of float16 are scaled (see `to_float16`).
+    Images whose features are too large or too small for float16 are scaled first.
 
     Args:
         extractor: Extractor of one facet (kind of feature).
@@ -159,7 +160,7 @@ def extract_float16(
         fetch: Whether to copy the features to CPU memory. The scales are always copied.
 
     Returns:
-        Features of each layer, and the scales by which `undo_scaling` multiplies them.
+        Features of each layer, and the factors that undo the scaling.
 
     Raises:
         CheckpointError: A feature is not finite.
@@ -182,7 +183,7 @@ def to_float16(
     depends only on the features of this image in this layer, not on other images of the batch.
 
     Returns:
-        The rounded features, and the power of two by which each image was divided.
+        The rounded features, and the divisor of each image, which is a power of two.
     """
     largest = features.abs().amax((1, 2, 3))
     fits = (largest >= _SMALLEST) & (largest <= _LARGEST) | (largest == 0)

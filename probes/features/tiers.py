@@ -4,7 +4,7 @@
 writes them to a file that later runs reuse. "stream" recomputes each batch when it is read. All
 three round the features to float16 and give equal values.
 
-In this module, an entry is one view of one training image.
+In this module, an entry is one view (crop) of one training image.
 """
 
 import errno
@@ -98,7 +98,8 @@ class StoredFeatures:
         labels: Label map of each entry.
         present: Whether each label from 0 to 255 occurs in each entry. Empty if each entry has a
             single label.
-        scales: Factors by which `undo_scaling` multiplies `blocks`. None if all factors are 1.
+        scales: Factors that restore the features if `blocks` is multiplied by them. None if all
+            factors are 1.
         tier: Where `blocks` are stored: "memory" or "disk".
         passes: Number of times that this run has encoded all training images. It is 0 if an earlier
             run has stored the features.
@@ -306,7 +307,8 @@ class TrainingPass:
         """Read all views of the training images, and write their labels into tensors.
 
         Args:
-            present: Tensor in which the labels that occur in each view are set to true.
+            present: Tensor with one entry for each view and label. It is set to true if the label
+                occurs.
             labels: Tensor for the label map of each view.
             put: Function that stores the features of a batch. Without it, no features are computed.
         """
@@ -326,11 +328,11 @@ class TrainingPass:
 
         Images are read in batches. From each batch of images, the first view of all images is
         yielded as one batch, then the second view of all images, and so on. An item contains the
-        entries (indices of views), the label maps, the features of each layer, and the scales for
-        `undo_scaling`.
+        entries (indices of views), the label maps, the features of each layer, and factors to
+        multiply the features by.
 
         Args:
-            encode: Whether to compute the features. If false, features and scales are empty.
+            encode: Whether to compute the features. If false, features and factors are empty.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -367,9 +369,8 @@ class TrainingPass:
             layers: Layers whose features are returned. They must be layers of the extractor.
             batch_entries: The entries (indices of views) of each batch.
             device: Device of the batches.
-            allow_scaled: Whether features may be returned in float16 and multiplied by a constant
-                for each image (see `to_float16`). Such features are sufficient if all vectors are
-                L2-normalised later.
+            allow_scaled: Whether features may be returned in float16, scaled by a constant for each
+                image. This is sufficient if all vectors are L2-normalised later.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -474,8 +475,8 @@ class FeatureFile:
             progress: Function that shows the progress of reading the features.
 
         Returns:
-            Features and their scales (see `undo_scaling`). None if the files are missing or
-            damaged, or if another user could have written them.
+            Features, and factors to multiply them by. None if the files are missing or damaged, or
+            if another user could have written them.
         """
         try:
             with open_trusted(self.sidecar) as file:
@@ -499,9 +500,9 @@ class FeatureFile:
         """Write features to the array file and the JSON file, and memory-map them.
 
         Args:
-            fill: Function that computes all features. Its argument is a function `put`. It must
-                call put(layer index, entries, features, scales) for each layer and batch. Entries
-                are indices of views.
+            fill: Function that computes all features. It receives a function `put`, and must call
+                put(layer index, entries, features, scales) for each layer and batch. Entries are
+                indices of views.
 
         Raises:
             MachineError: The disk is full or the folder cannot be written. If the disk is already

@@ -37,8 +37,8 @@ _PATCH_FACETS: tuple[Facet, ...] = ("token", "key", "query", "value", *INNER_FAC
 class TrainingSplit:
     """The training images that a probe uses. Some of them are held out to select hyperparameters.
 
-    Features are stored for each view (crop) of each image. View v of the image at position n of
-    `indices` has the index n * views + v, which is called its entry.
+    Features are stored for each view (crop) of each image. The index of a view is called an entry.
+    View v of the image at position n of `indices` has the entry n * views + v.
 
     Attributes:
         indices: Indices of the used images within the training set, in ascending order.
@@ -71,7 +71,7 @@ class TrainingSplit:
         if len(indices) <= num_held_out:
             raise DataError(
                 f"{images.name} {images.split} has {len(indices)} training images to use, expected "
-                f"at least {num_held_out + 1}, because {num_held_out} of them must be held out"
+                f"at least {num_held_out + 1}, because {num_held_out} must be held out. Add images"
             )
         held_out = torch.randperm(len(indices), generator=generator)[:num_held_out]
         return cls(indices, frozenset(held_out.tolist()))
@@ -385,8 +385,8 @@ class ScaledCrops(TrainingViews):
         seed: Seed of the crops.
         mean: Mean colour, RGB in [0, 1].
         factor: Smallest and largest random factor.
-        dominance: A crop is drawn again if one class has at least this share of its labelled
-            pixels, or if it has no labelled pixel. At most ten crops are drawn.
+        dominance: A crop is drawn again if one class has at least this share of the labelled
+            pixels, or if no pixel is labelled. At most ten crops are drawn.
 
     Source: Resize, RandomCrop, RandomFlip and Pad of https://github.com/open-mmlab/mmsegmentation,
     with the settings for linear heads of https://github.com/facebookresearch/dinov2.

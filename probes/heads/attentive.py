@@ -33,9 +33,9 @@ _QUERY_DEVIATION = 0.02
 class AttentivePooling:
     """Training of attentive heads, which pool the patches of an image with learned queries.
 
-    The heads are trained with the optimizer `LARS`. The authors of the published code (see the top
-    of this file) train for 90 epochs of random crops with batches of 4,096 images. They multiply a
-    base learning rate by batch size / 256, and search it between 0.1 and 1.5.
+    The heads are trained with the optimizer `LARS`. The authors of Efficient probing train for 90
+    epochs of random crops with batches of 4,096 images. The learning rate is a base rate between
+    0.1 and 1.5, times batch size / 256.
 
     Attributes:
         queries: Number of queries of each head, which must divide the encoder's number of channels.
@@ -140,10 +140,10 @@ class AttentivePooling:
 class AttentiveHeads:
     """Attentive heads, one for each layer (source) and each learning rate (value).
 
-    Each head has several learned queries. The attention weights of a query are the softmax of its
-    scaled dot products with the patches, which are used as keys without a projection. Each query
-    pools dim / queries output channels of the value projection. The pooled channels of all queries
-    are batch-normalised without scale and shift, and classified by a linear layer.
+    Each head has several learned queries. The patches are used as keys without a projection. The
+    attention weights of a query are the softmax of its scaled dot products with the patches. Each
+    query pools dim / queries output channels of the value projection. The pooled channels of all
+    queries are batch-normalised without scale and shift, and classified by a linear layer.
 
     Attributes:
         query: The learned queries.
@@ -155,8 +155,8 @@ class AttentiveHeads:
             of images that are scored after the training.
         variance: Running variance of the pooled channels, used like `mean`.
 
-    Source: `poolings/ep.py` and `probe_heads.py` of Efficient probing (see the top of this file),
-    with one attention head and `d_out=1`.
+    Source: `poolings/ep.py` and `probe_heads.py` of https://github.com/billpsomas/efficient-probing
+    (b8f4fb84), with one attention head and `d_out=1`.
     """
 
     query: Float[Tensor, "sources values queries dim"]
@@ -280,8 +280,8 @@ class LARS(HeadOptimizer):
     The first two axes of a parameter are sources (layers) and values (learning rates). Norms are
     computed separately for each of these heads.
 
-    Source: You et al., https://arxiv.org/abs/1708.03888, as in `util/lars.py` of Efficient probing
-    (see the top of this file), without weight decay.
+    Source: You et al., https://arxiv.org/abs/1708.03888, as in `util/lars.py` of
+    https://github.com/billpsomas/efficient-probing (b8f4fb84), without weight decay.
     """
 
     momentum: float = 0.9

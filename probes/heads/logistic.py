@@ -214,7 +214,7 @@ def hessian_inverse(
 
     Args:
         covariances: Covariance of the features of each source (group of layers).
-        scale: Factor by which each channel is multiplied before it enters a head.
+        scale: Factor of each channel, applied before the heads.
         penalty: Second derivative of the penalty on the weights of each head.
         frequencies: Fraction of the training labels that belong to each class.
     """
@@ -237,7 +237,7 @@ def hessian_inverse(
 
 @dataclass(frozen=True)
 class Minimum:
-    """The result of minimising several functions, each of which is called a problem.
+    """The result of minimising several functions, which are called problems.
 
     Attributes:
         values: Parameters of each problem at the end.

@@ -40,7 +40,7 @@ Logits = Float[Tensor, "heads classes batch rows cols"]
 
 @dataclass(frozen=True)
 class PixelTargets:
-    """Labels of a batch of images, as two tensors from which a segmentation loss is computed.
+    """Labels of a batch of images, as two tensors for computing a segmentation loss.
 
     The loss of a pixel is the logsumexp of its class logits minus the logit of its true class.
 
@@ -59,12 +59,12 @@ class PixelTargets:
     counted: Float[Tensor, "pixels batch cell_rows cell_cols"]
 
     def select(self, images: slice) -> "PixelTargets":
-        """Return the labels of some images of the batch, given as a slice of its image indices."""
+        """Return the labels of a slice of the images in the batch."""
         return PixelTargets(self.label_weights[:, images], self.counted[:, images])
 
 
 class PixelLoss:
-    """The base class of the losses with which heads are trained.
+    """The base class of training losses for heads.
 
     Each file in configs/probe/segmentation/loss selects one loss. The method `loss_and_gradient` of
     this class computes the cross-entropy between the logits of each patch and the distribution of
@@ -85,7 +85,7 @@ class PixelLoss:
     def targets(
         self, labels: Integer[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
-        """Convert the label maps of a batch to the tensors from which the loss is computed.
+        """Convert the label maps of a batch to the tensors that are needed to compute the loss.
 
         `classes` is the number of classes. `grid` contains the numbers of rows and columns of
         patches.
@@ -307,8 +307,8 @@ def summed_logsumexp(
 
     The log-normaliser of a pixel is the logsumexp of its bilinearly upsampled class logits. To
     limit the memory, the logits are processed in pieces. On a CPU, the pieces fit into the cache.
-    On CUDA, a Triton kernel computes the pieces if the logits are float32, the cells have at most
-    32 x 32 pixels, and Triton can compile it. Otherwise, PyTorch computes them.
+    On CUDA, a Triton kernel computes the pieces if Triton can compile it, the logits are float32,
+    and the cells have at most 32 x 32 pixels. Otherwise, PyTorch computes them.
 
     Args:
         logits: Logits of the patches. The largest logit of each patch must be 0.
@@ -488,7 +488,7 @@ def _pieces(
 
     Return three lists: slices of heads, slices of images, and slices of rows of cells. A cell is
     the area between four patch centers. Each combination of three such slices is a piece.
-    `values_per_cell` is the number of values for each class that a cell takes in memory.
+    `values_per_cell` is the number of values that each cell needs in memory for each class.
     """
     heads, classes, images, tall, wide = padded.shape
     budget, pieces = PIECE_BYTES[padded.device.type], []

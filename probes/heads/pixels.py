@@ -95,10 +95,10 @@ def predict_pixels_exactly(
 ) -> UInt8[Tensor, "heads height width"]:
     """Predict the class of every pixel from patch logits on a CPU, with exactly defined results.
 
-    The docstring of this module defines how logits are rounded, and which class wins if several
-    have the largest logit. All logits must be finite and smaller than 1e30 in magnitude. Each
-    thread computes whole groups of heads, because single operations are too small to be divided
-    among threads.
+    All products and sums are rounded to float32 in a fixed order. If several classes have the
+    largest logit, the class with the largest single patch logit wins, then the smallest class
+    number. All logits must be finite and smaller than 1e30 in magnitude. Each thread computes whole
+    groups of heads, because single operations are too small to be divided among threads.
     """
     y, x = Axis.divide(height, logits.shape[1]), Axis.divide(width, logits.shape[2])
     threads = torch.get_num_threads()
@@ -233,7 +233,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class UndecidedBlocks:
-    """The blocks of pixels in which more than one class can have the largest logit.
+    """Blocks of pixels with an undecided class: several classes can have the largest logit.
 
     Attributes:
         head: Index of the head whose predictions are undecided in each block.
@@ -326,7 +326,7 @@ def _fill_blocks(
 
     Args:
         predicted: Predicted classes of all pixels.
-        blocks: The blocks, in which more than one class can have the largest logit.
+        blocks: The blocks. In each of them, several classes can have the largest logit.
         y: Vertical axis of the image.
         x: Horizontal axis of the image.
     """
@@ -400,10 +400,10 @@ def _apply_definition(
     y: Axis,
     x: Axis,
 ) -> UInt8[Tensor, " pixels"]:
-    """Predict the classes of some pixels directly by the definition in this module's docstring.
+    """Predict the classes of some pixels by upsampling their logits in an exactly defined way.
 
     Args:
-        logits: Logits of the patches.
+        logits: Logits of the patches. Their weighted sums are rounded to float32 in a fixed order.
         pixels: Indices of the pixels in the flattened maps of all heads.
         y: Vertical axis of the image.
         x: Horizontal axis of the image.

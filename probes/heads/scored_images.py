@@ -62,7 +62,7 @@ class Squashed:
     """Inference on whole images, resized to squares. Logits are upsampled to the size of the mask.
 
     Attributes:
-        score_size: Height and width to which masks are resized before scoring, or None for their
+        score_size: Masks are resized to this height and width before scoring. None for their
             original size.
     """
 
@@ -221,7 +221,7 @@ class ImageCounts:
     def entry(self, first: int) -> dict[str, Any]:
         """Return the counts of all images from index `first` on, as an entry of a journal.
 
-        A `Journal` is a file from which an interrupted run continues.
+        A journal is a file that lets an interrupted run continue.
         """
         start = np.frombuffer(self._columns[0], np.int32).searchsorted(first)
         columns = np.stack([np.frombuffer(column, np.int32)[start:] for column in self._columns])

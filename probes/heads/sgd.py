@@ -53,7 +53,7 @@ class HeadSpec:
     device: torch.device
 
     def targets(self, batch: FeatureBatch) -> PixelTargets:
-        """Convert the labels of a batch to the tensors from which the loss is computed."""
+        """Convert the labels of a batch to the tensors that are needed to compute the loss."""
         rows, cols = batch.features.shape[2:4]
         return self.loss.targets(batch.labels, self.classes, (rows, cols))
 
@@ -554,7 +554,7 @@ class Schedule:
     Attributes:
         shape: Learning rate after the warm-up. "cosine" and "linear" decrease to zero. "constant"
             stays at the peak. "drop" stays at the peak for 80 % of the remaining steps, and then at
-            a tenth of it.
+            a tenth of the peak.
         warmup: Fraction of the steps that belong to the warm-up.
     """
 

@@ -1,6 +1,6 @@
 """Instance retrieval: which images show the same object or place?
 
-The code is in the order of a run: settings, one pass over the images, queries, scores, and figures.
+The file contains, in this order: settings, one pass over the images, queries, scores, and figures.
 """
 
 import math
@@ -56,7 +56,7 @@ FACETS: Mapping[Facet, tuple[Facet, ...]] = {
     "gem": ("token_normed",),
     "cls_gem": ("cls_normed", "token_normed"),
 }
-"""Descriptors of a whole image, and the encoder outputs from which each of them is computed.
+"""For each descriptor of a whole image, the encoder outputs that are needed to compute it.
 
 "cls_normed" is the [CLS] token and "token_normed" are the patch tokens, both after the encoder's
 final norm.
@@ -64,7 +64,7 @@ final norm.
 GEM_POWER, GEM_SMALLEST = 4, 1e-6
 CUTOFFS = (1, 5, 10)
 """Values of k for the metric precision at k, the fraction of correct images among the k nearest."""
-# Names of published datasets, and the protocol (variant of the probe) of each.
+# Names of published datasets, and the protocol (retrieval task) of each.
 _PROTOCOL_OF_DATASET = {
     "roxford5k": "landmarks",
     "rparis6k": "landmarks",
@@ -96,10 +96,11 @@ class Instances(Probe):
             final norm.
         image_size: Side in pixels of the squares that images are resized to without keeping their
             aspect ratio. The default is the encoder's native size, unless `max_side` is set.
-        max_side: Longer side in pixels to which larger images are reduced. Images then keep their
-            aspect ratio, and their sides are reduced to multiples of the patch size.
-        scales: Sizes at which an image is encoded, relative to its size. The descriptor is the mean
-            over all sizes.
+        max_side: Maximum length of the longer side in pixels. Larger images are reduced to this
+            length. Images then keep their aspect ratio, and their sides are reduced to multiples of
+            the patch size.
+        scales: Factors that resize an image before it is encoded. The descriptor is the mean over
+            all factors.
         top: Number of nearest images that are scored for each query. By default, all are scored.
         jpeg_qualities: JPEG qualities of the compressed copies, for the protocol "copies" only.
         crop_areas: Areas of the cropped copies relative to the image, for the protocol "copies"
@@ -145,10 +146,10 @@ class Instances(Probe):
         return roles.get(self.protocol, "instances")
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Instances":
-        """Return a copy with the protocol of the dataset, if it is a published retrieval dataset.
+        """Return a copy with the protocol for the dataset, if it is a published retrieval dataset.
 
-        A protocol is a variant of the probe with its settings. `typed` contains the names of the
-        settings that the user has set. These settings do not change.
+        A protocol is a retrieval task with its settings. `typed` contains the names of the settings
+        that the user has set. These settings do not change.
         """
         # If only a part of a dataset is used, its name is followed by a dash or a plus sign.
         protocol = _PROTOCOL_OF_DATASET.get(re.split("[-+]", dataset.name)[0])
@@ -161,15 +162,14 @@ class Instances(Probe):
     def difficulties(self) -> tuple[str, ...]:
         """Return the levels of difficulty, as suffixes of the metric names such as "_hard".
 
-        The level determines which matching images count as correct. Only the protocol (variant of
-        the probe) "landmarks" has two levels. The other protocols have one level, with an empty
-        suffix.
+        The level determines which matching images count as correct. The retrieval task "landmarks"
+        has two levels. Other tasks have one level, with an empty suffix.
         """
         return ("_medium", "_hard") if self.protocol == "landmarks" else ("",)
 
     @property
     def cutoffs(self) -> tuple[int, ...]:
-        """Return the values of k for which precision at k is scored.
+        """Return the values of k for the metric precision at k.
 
         These are 1, 5 and 10. If the setting `top` is set, only k = 1 is used, because `top` is
         meant for queries with few matches.
@@ -180,8 +180,7 @@ class Instances(Probe):
     def copy_names(self) -> tuple[str, ...]:
         """Return a name for each modified copy of an image, such as "jpeg 30" or "crop 0.5".
 
-        Only the protocol (variant of the probe) "copies" makes copies. Otherwise, the result is
-        empty.
+        Copies are made only if `protocol` is "copies". Otherwise, the result is empty.
         """
         if self.protocol != "copies":
             return ()
@@ -299,7 +298,7 @@ class Instances(Probe):
     def make_views(self, image: Pixels3) -> list[Pixels3]:
         """Return a list with an image and its modified copies, in the order of `copy_names`.
 
-        Only the protocol (variant of the probe) "copies" makes copies.
+        Copies are made only if `protocol` is "copies".
         """
         copies = self.protocol == "copies"
         jpegs = [jpeg_copy(image, quality) for quality in self.jpeg_qualities if copies]
@@ -312,9 +311,9 @@ class Instances(Probe):
 
         Returns:
             Two results. The first contains the descriptors by layer and facet (kind of feature,
-            such as the [CLS] token). Each image is followed by its copies. The second contains, for
-            each image, the annotated search for which it is the query, and its class. Both are None
-            if they are unknown.
+            such as the [CLS] token). Each image is followed by its copies. The second contains two
+            values for each image: the annotated search with this image as the query, and the class.
+            Unknown values are None.
         """
         parts = dict.fromkeys(part for facet in self.facets for part in FACETS[facet])
         extractor = context.extractor(context.layers, *parts)
@@ -330,7 +329,7 @@ class Instances(Probe):
                 for view in self.make_views(sample.image)
                 for scale in self.scales
             ]
-            # Only a single pixel of the image is kept, so that the memory of the others is freed.
+            # Only a single pixel of the image is kept, so that the other pixels are freed.
             return replace(sample, image=sample.image[:1, :1]), pixels
 
         read = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
@@ -361,13 +360,13 @@ class Instances(Probe):
     def _input_size(
         self, shape: Sequence[int], scale: float, native: tuple[int, int], patch_size: int
     ) -> tuple[int, int]:
-        """Return the height and width in pixels at which the encoder receives an image.
+        """Return the height and width in pixels of an image that the encoder receives.
 
         Args:
             shape: Height and width of the image.
-            scale: Size at which the image is encoded, relative to its usual size.
+            scale: Ratio of the returned size to the usual size.
             native: Native size of the encoder.
-            patch_size: Number of pixels of which both sides must be multiples.
+            patch_size: Side of a patch in pixels. The results are multiples of it.
         """
         if self._keeps_aspect_ratio:
             sides = self.resize.output_size(shape[0], shape[1])
@@ -381,7 +380,7 @@ class Instances(Probe):
     def _find_queries(
         self, images: ImageSet, annotations: Sequence[tuple[Search | None, int | None]]
     ) -> tuple[list[Query], Indices]:
-        """Return the queries, and the images of the database as indices of their descriptors.
+        """Return the queries, and the indices of the database images among all descriptors.
 
         `annotations` contains the annotated search and the class of each image.
         """
@@ -493,8 +492,8 @@ class Instances(Probe):
     ) -> dict[str, Float64[np.ndarray, " metrics"]]:
         """Average the scores of all queries that are the same kind of copy, such as "jpeg 30".
 
-        The keys of the result are the names of the copies. It is empty unless the protocol (variant
-        of the probe) is "copies".
+        The keys of the result are the names of the copies. It is empty unless `protocol` is
+        "copies".
         """
         step = len(self.copy_names)
         return {name: values[number::step].mean(0) for number, name in enumerate(self.copy_names)}

@@ -124,8 +124,7 @@ def score_ranking(
         ranked: Images of the database in the order of their ranks.
         labels: Label of each image, from `Query.label_images`.
         database: Images of the database.
-        cutoffs: Values of k. For each k, at most `top`, the precision among the first k images is
-            computed.
+        cutoffs: Values of k for the precision among the first k images. They must not exceed `top`.
         top: Number of ranked images that are scored. None for all.
     """
     candidates = labels[database]
@@ -176,9 +175,9 @@ def precision_at(ranks: Indices, num_right: int, k: int) -> float:
 def expected_average_precision(num_images: int, num_right: int, top: int | None = None) -> float:
     """Return the expected average precision of a random ranking.
 
-    It is the mean over all orders of the N images, of which R are correct. If ranks start at 0, an
-    image at rank r is correct with probability R / N. If it is, each of the r images before it is
-    correct with probability (R - 1) / (N - 1). `top` is the number of ranked images that are
+    It is the mean over all orders of N images. R of these images are correct. If ranks start at 0,
+    an image at rank r is correct with probability R / N. If it is, each of the r images before it
+    is correct with probability (R - 1) / (N - 1). `top` is the number of ranked images that are
     scored, or None for all.
     """
     ranks = np.arange(num_images if top is None else min(top, num_images))
@@ -192,9 +191,9 @@ def expected_average_precision(num_images: int, num_right: int, top: int | None 
 def expected_precision(num_images: int, num_right: int, k: int) -> float:
     """Return the expected precision among the first k images of a random ranking.
 
-    R of the N images are correct. The expected fraction of correct images among the first k is
-    R / N. However, if the last correct image has a rank L < k (counted from 1), `precision_at`
-    returns R / L instead of R / k. The probability of this L is C(L - 1, R - 1) / C(N, R).
+    R of the N images are correct. Among the first k, the expected fraction of correct images is R /
+    N. However, if the last correct image has a rank L < k (counted from 1), the precision is R / L
+    instead of R / k. The probability of this L is C(L - 1, R - 1) / C(N, R).
     """
     expected = num_right / num_images
     for last in range(num_right, min(k, num_images + 1)):

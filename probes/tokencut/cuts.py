@@ -103,7 +103,7 @@ class PatchGrid:
 
 @dataclass(frozen=True)
 class Cut:
-    """Options of the similarity graph between an image's patches, and of cutting it in two parts.
+    """Options for building the similarity graph of an image's patches, and for cutting it in two.
 
     The default values are those of TokenCut.
 
@@ -111,17 +111,17 @@ class Cut:
         tau: Cosine similarity above which two patches are linked, in [-1, 1). With "otsu", Otsu's
             method computes a threshold for each image. LOST uses tau only if it is "otsu".
             Otherwise, LOST links patches whose features have a positive dot product.
-        eps: Weight in the graph of two patches that are not linked.
+        eps: Weight of two patches that are not linked.
         weighted: Whether the weight of a link is the cosine similarity instead of 1.
         centred: Whether the mean feature of the image is subtracted from all features first.
         mask_padding: Whether patches that contain padding are left out of the graph.
         connectivity: Number (4 or 8) of neighbours of a patch in connected components. With 8,
             diagonal neighbours are connected, too.
-        stable_seed: Whether the seed, the patch from which the object grows, is independent of
-            rounding errors. The seed is the patch with the largest entry of the eigenvector. If
+        stable_seed: Whether the choice of the seed is independent of rounding errors. The object
+            grows from the seed, which is the patch with the largest entry of the eigenvector. If
             several patches have this entry up to rounding errors, this option selects the first.
-        refuse_degenerate: Whether no object is returned for images with a degenerate graph, whose
-            object would be arbitrary.
+        refuse_degenerate: Whether to return no object for an image whose object would be arbitrary
+            (degenerate graph).
     """
 
     tau: Tau = 0.2
@@ -170,8 +170,8 @@ class Discovery:
         degenerate: Whether the object is arbitrary, because it depends on rounding errors, on the
             order of the patches, or on padding.
         tied_cutoff: For LOST, whether the object may depend on the order of patches. LOST grows the
-            object from a fixed number of patches with the lowest degrees. The flag is true if
-            patches of equal degree compete for the last of these places.
+            object from a fixed number of patches with the lowest degrees. The flag is true if the
+            last of these patches was chosen among patches of equal degree.
     """
 
     mask: Mask
@@ -306,10 +306,11 @@ def lost(
 
     Two patches are linked if the dot product of their features is positive. If `cut.tau` is "otsu",
     they are linked if their cosine exceeds Otsu's threshold. The degree of a patch is the number of
-    its links. The seed is the patch of lowest degree. Further seeds are the patches that are linked
-    to it, out of the `num_candidates` patches of lowest degree. The object consists of the patches
-    whose dot products with all seeds have a positive sum, and that are connected with the first
-    seed. Among patches of equal degree, earlier patches take precedence.
+    its links. The first seed is the patch of lowest degree. The `num_candidates` patches of lowest
+    degree are candidates for further seeds. Those that are linked to the first seed become seeds.
+    The object consists of the patches whose dot products with all seeds have a positive sum, and
+    that are connected with the first seed. Among patches of equal degree, earlier patches take
+    precedence.
 
     The object is degenerate (arbitrary) if it covers the whole graph or lies in the padding. It is
     also degenerate if another first seed of the same degree would give another object.
@@ -369,7 +370,7 @@ def maskcut(
     *,
     num_masks: int = 3,
 ) -> list[Discovery]:
-    """Find several objects of an image with MaskCut, in the order in which it finds them.
+    """Find several objects of an image with MaskCut, in the order of their discovery.
 
     MaskCut runs for `num_masks` rounds. Each round finds one object or none. The links of the found
     patches are then removed from the similarity graph. All rounds use the same threshold tau for
@@ -379,8 +380,8 @@ def maskcut(
 
     Source: MaskCut of CutLER, https://arxiv.org/abs/2301.11320, section 3.2, and maskcut.py of
     https://github.com/facebookresearch/CutLER/tree/cca0a27. Unlike the authors' code, this function
-    does not resize the image and has no conditional random field. The sign of the eigenvector also
-    differs (see `split_away_from_corners`).
+    does not resize the image and has no conditional random field. The sign of the eigenvector does
+    not depend on LAPACK.
     """
     tokens, tau = cut.graph_tokens(features, grid)
     if cut.tau == "otsu":
@@ -398,7 +399,7 @@ def run_maskcut(
     """Run the rounds of MaskCut, and return the objects that they find.
 
     Each round finds a connected component of patches. Patches that belong to the component of an
-    earlier round are removed from it. The remaining patches are the object of the round.
+    earlier round are left out. The remaining patches are the object of the round.
 
     Args:
         solve_without: Function that returns the second eigenvector of the similarity graph. Its
@@ -437,9 +438,9 @@ def run_maskcut(
 def split_away_from_corners(vector: Float64[np.ndarray, "rows cols"]) -> Bipartition:
     """Split patches at the mean of a vector, and return a side that is not the background.
 
-    A side with at least three corners of the image counts as the background. The result is that of
-    `split_at_mean`, unless the side above the mean is the background. In that case, the side below
-    the mean is returned, and the seed is the patch with the smallest entry.
+    A side with at least three corners of the image counts as the background. The side above the
+    mean is returned with the largest entry as the seed, unless this side is the background. In that
+    case, the side below the mean is returned with the smallest entry as the seed.
 
     Unlike in the authors' code, the sign of the eigenvector does not depend on LAPACK. The entry of
     largest magnitude in a `FiedlerVector` is always positive. The side above the mean therefore

@@ -59,7 +59,7 @@ class Graph:
         return cls(links, eps * len(links) + scale * linked, scale, eps)
 
     def isolate(self, tokens: Bool[np.ndarray, " tokens"]) -> "Graph":
-        """Return a copy without the links of some tokens, as if the features of these were zero."""
+        """Return a copy without the links of some tokens, as if their features were zero."""
         links = self.links * ~tokens
         links[tokens] = 0
         return Graph.from_links(links, self.scale, self.eps)
@@ -155,7 +155,7 @@ class FiedlerVector:
     Attributes:
         vector: The solution y of (D - A) y = lambda D y with the second smallest eigenvalue. A is
             the weight matrix of the graph, and D is the diagonal matrix of its degrees. y^T D y is
-            1. The first of the entries of y with the largest magnitude is positive.
+            1. The sign is chosen so that the first entry of largest magnitude is positive.
         eigenvalue: lambda_2, in [0, 2].
         gap: lambda_3 - lambda_2. It is 0 if there is no third eigenvalue.
         certificate: Upper bound of the error: the angle between the computed and the exact D^1/2 y,

@@ -27,11 +27,12 @@ class ImageResult:
             an image without boxes.
         grid: Numbers of rows and columns of patches, for blocks and facets that are not in `grids`.
         cells: Objects by block and facet (kind of feature), with keys such as "11/key". Each value
-            is a dictionary that describes the first object by "box", "mask" (see `unpack_mask`),
-            "hit" (None without ground truth) and "degenerate" (whether the object is arbitrary).
-            TokenCut and MaskCut add "eigenvalue" and "gap", and LOST adds "tied_cutoff", as in
-            `Discovery`. If there are several objects, "further_boxes" and "further_masks" describe
-            the others. If the image has a true mask, "object" contains the pixel counts of
+            is a dictionary that describes the first object by "box", "mask" (compressed), "hit"
+            (None without ground truth) and "degenerate" (whether the object is arbitrary). TokenCut
+            and MaskCut add "eigenvalue" (the second smallest) and "gap" (its distance from the
+            third). LOST adds "tied_cutoff" (whether the object may depend on the order of patches).
+            If there are several objects, "further_boxes" and "further_masks" describe the others.
+            If the image has a true mask, "object" contains the pixel counts of
             `ssl_bench.scores.ObjectCounts`.
         size: Height and width of the image in pixels.
         true_boxes: Ground-truth boxes in pixels. None if the image has no annotation of boxes.
@@ -103,8 +104,8 @@ class DiscoveryLog:
     """A log of the objects that have been found in all images, stored in a `Journal`.
 
     Args:
-        journal: File from which a killed run continues. Each entry contains the objects of one
-            image for some blocks and facets.
+        journal: File that lets a killed run continue. Each entry contains the objects of one image
+            for some blocks and facets.
         identities: Hash of each image file by image id, from `sample_hashes`. Entries with other
             hashes are ignored, because the image has changed.
 
@@ -143,7 +144,7 @@ class DiscoveryLog:
 
         Returns:
             For each copied result: the image id in the other log, the image id in this log, and the
-            blocks and facets (kinds of features) of the copied objects, such as "11/key".
+            copied blocks and facets (kinds of features), such as "11/key".
         """
         image_ids: dict[str, list[str]] = {}
         for image_id, identity in self._identities.items():
@@ -159,7 +160,8 @@ class DiscoveryLog:
     def _read(self, path: Path) -> list[dict[str, Any]]:
         """Return the entries of a log file.
 
-        Entries with missing or unknown fields, from another version of ssl-bench, are skipped.
+        Entries with missing or unknown fields are skipped. They are from another version of
+        ssl-bench.
         """
         entries = self._journal.read(path)
         return [entry for entry in entries if _REQUIRED <= entry.keys() <= _ALLOWED]

@@ -28,7 +28,7 @@ _PALETTE = [0, 0, 0, 255, 255, 255, 230, 80, 60, 70, 130, 230, 250, 200, 60]
 
 
 def sheet_path(folder: Path, cell: str) -> Path:
-    """Return the path of the contact sheet, a figure of many images, of one block and facet.
+    """Return the path of the contact sheet (figure of many images) for one block and facet.
 
     `cell` names the block and the facet (kind of feature), as in "11/key".
     """

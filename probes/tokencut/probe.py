@@ -1,6 +1,6 @@
 """TokenCut: does the normalised cut of a block's features find an object?
 
-The code is in the order of a run: settings, one pass over the images, and messages. `scores.py`
+The file contains, in this order: settings, one pass over the images, and messages. `scores.py`
 computes the results of images and the scores of blocks.
 """
 
@@ -75,19 +75,19 @@ class TokenCut(Cut, Probe):
             IoU and accuracy) or "none" (counts images whose object is arbitrary). The default is
             "boxes" for datasets with boxes, "masks" for datasets with masks of one object and no
             boxes, and "none" for datasets with neither.
-        facet: Features from which the similarity graph is computed, one or several of key, query,
-            value, token, token_normed, attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of
-            a block.
+        facet: Features for computing the similarity graph: one or several of key, query, value,
+            token, token_normed, attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a
+            block.
         method: Algorithm that finds the object. With "maskcut", the first object is scored.
         max_objects: Number of rounds of "maskcut". Each round finds one object or none.
         panels: Number of images that have their own figure. A contact sheet (a figure of many
             images) shows at most this number of images of each group (hits, misses, degenerate).
-        longer_side: Longer side in pixels to which images are resized. By default, images keep
-            their size.
-        max_side: Longer side in pixels to which larger images are reduced, if `longer_side` is not
-            set. For a folder of images without annotations, it is 640, the longer side of COCO's
-            images. Without a limit, the graph of a photograph with 12 million pixels could have
-            60,000 patches.
+        longer_side: Longer side in pixels of the resized images. By default, images keep their
+            size.
+        max_side: Maximum length of the longer side in pixels, if `longer_side` is not set. Larger
+            images are reduced to this length. For a folder of images without annotations, the
+            default is 640, the longer side of COCO's images. Without a limit, the graph of a
+            photograph with 12 million pixels could have 60,000 patches.
         squash: Side in pixels of the squares that images are resized to without keeping their
             aspect ratio. It is set automatically if the encoder accepts only one size.
     """
@@ -518,7 +518,7 @@ def pad_and_stack(
 def _warn_about_degenerate_blocks(
     probe: TokenCut, context: ProbeContext, results: Sequence[ImageResult]
 ) -> None:
-    """Print in which blocks most similarity graphs are degenerate, and recommend a setting.
+    """Print the blocks whose similarity graphs are mostly degenerate, and recommend a setting.
 
     The object that is found in a degenerate graph is arbitrary.
     """

@@ -164,7 +164,7 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
 
 
 def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
-    """Return the percentage of degenerate images, in which the found object is arbitrary.
+    """Return the percentage of degenerate images, whose found object is arbitrary.
 
     This is the only score that needs no ground truth. `facet` is the kind of feature, such as keys.
     """
@@ -174,12 +174,11 @@ def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> 
 
 
 def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
-    """Return the percentages of images in which the found object is unreliable.
+    """Return the percentages of images whose found object is unreliable.
 
-    "degenerate_percent" counts objects with the flag "degenerate", and "tied_cutoff_percent" counts
-    those with the flag "tied_cutoff". `Discovery` explains both flags. The second percentage is
-    left out unless the objects were found with LOST, because only LOST sets this flag. Each element
-    of `cells` contains the objects of one image.
+    "degenerate_percent" counts images whose object is arbitrary. "tied_cutoff_percent" counts
+    images whose object may depend on the order of patches. It exists only for objects that were
+    found with LOST. Each element of `cells` contains the objects of one image.
     """
     percentages = {}
     for flag in ("degenerate", "tied_cutoff"):

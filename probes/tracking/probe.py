@@ -1,6 +1,6 @@
 """Tracking: do the patches of a block find an object again in later frames of a video?
 
-The code is in the order of a run: settings, one pass over the frames of each video, the masks of a
+The file contains, in this order: settings, one pass over the frames of each video, the masks of a
 video in one block, and the scores of a block.
 """
 
@@ -76,8 +76,8 @@ class Tracking(Probe):
             query, value, attn_out, attn_skip, mlp_hidden, mlp_out, or submodules of a block.
         truth: "masks" scores frames that have a mask. "none" only saves the propagated masks. The
             default depends on whether the first video has masks.
-        image_size: Shorter side in pixels to which frames are resized. It is reduced to a multiple
-            of the patch size.
+        image_size: Shorter side in pixels of the resized frames. It is reduced to a multiple of the
+            patch size.
         long_side_multiple: The longer side is reduced to a multiple of this number. The default is
             64, or the patch size if 64 is not a multiple of it.
         keep_aspect_ratio: Whether frames keep their aspect ratio, up to rounding. Otherwise, both
@@ -154,7 +154,7 @@ class Tracking(Probe):
         return replace(self, image_size=side, keep_aspect_ratio=False)
 
     def frame_size(self, height: int, width: int, patch_size: int) -> tuple[int, int]:
-        """Return the height and width in pixels to which a frame is resized.
+        """Return the height and width in pixels of a frame after resizing.
 
         `height` and `width` are the original size of the frame in pixels.
         """
@@ -292,8 +292,8 @@ class Tracking(Probe):
     ) -> Iterator[tuple[Sample, dict[LayerFacet, PatchFeatures]]]:
         """Yield each frame of a video with its patch features, by layer and facet.
 
-        A facet is a kind of feature, such as keys. `size` is the height and width to which frames
-        are resized. OpenCV resizes them, as in DINO's script.
+        A facet is a kind of feature, such as keys. OpenCV resizes the frames to the height and
+        width in `size`, as in DINO's script.
         """
         frames = video.frames
         assert frames is not None
@@ -321,7 +321,7 @@ class Tracking(Probe):
                 )
 
     def _mask_path(self, layer_facet: LayerFacet, frame: Sample) -> Path:
-        """Return the path at which the predicted mask of a frame is saved.
+        """Return the path of the file with the predicted mask of a frame.
 
         The path is relative to the output folder, `ProbeContext.artifacts`. HTML reports do not
         show these masks.
@@ -351,10 +351,10 @@ class VideoResult:
 
 
 class VideoTrack:
-    """The predicted masks of one video: their scores and figures, collected frame by frame.
+    """The scores and figures of the predicted masks of one video, collected frame by frame.
 
     Args:
-        objects: Number of each object in the masks.
+        objects: Pixel value that represents each object in the masks.
         first: Mask of the first frame, with the number of the object at each pixel.
     """
 

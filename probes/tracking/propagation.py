@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ssl_bench.neighbours import unit_vectors
 
-# Number of patches that are compared in one matrix product. With more of them, more of the compared
-# pairs of patches would be further apart than `Window.radius`, and computed in vain.
+# Number of patches that are compared in one matrix product. A larger product would contain more
+# pairs of patches that are not needed, because they are further apart than `Window.radius`.
 _QUERIES = 160
 # If a channel varies by less than this share of its maximum, it is constant up to rounding.
 _CONSTANT = 1e-6
@@ -23,7 +23,7 @@ PatchLabels = Float[Tensor, "rows cols channels"]
 
 @dataclass(frozen=True)
 class Window:
-    """Settings that select the earlier patches whose labels a patch gets, and their weights.
+    """Settings for selecting and weighting the earlier patches that determine a patch's label.
 
     Attributes:
         latest_frames: Number of preceding frames to compare with, in addition to the first frame.
@@ -68,7 +68,7 @@ class LabelPropagation:
     def propagate(self, features: PatchFeatures) -> PatchLabels:
         """Compute the patch labels of the next frame of the video from its patch features.
 
-        Both are stored, because later frames are compared with them.
+        The labels and the features are stored, because later frames are compared with them.
         """
         own = self._arrange(unit_vectors(features))
         count = 1 + min(self._num_propagated, self._window.latest_frames)
@@ -94,7 +94,7 @@ def propagate_labels(
 
     The label is the weighted mean of the labels of the `window.neighbours` most similar patches. If
     further patches are as similar as the last of these, they are included. To save time and memory,
-    a few rows of patches are compared at a time, only with rows within `window.radius`.
+    a few rows of patches are compared at a time, and only with rows within `window.radius`.
 
     Args:
         target: Unit vectors of the patches whose labels are computed.
@@ -161,7 +161,7 @@ def _weighted_labels(
 def shrink_mask(
     mask: UInt8[np.ndarray, "height width"], grid: tuple[int, int]
 ) -> UInt8[np.ndarray, "rows cols"]:
-    """Reduce a mask to one label for each patch, which is the label of the patch's central pixel.
+    """Reduce a mask to patches. Each patch gets the label of its central pixel.
 
     `grid` contains the numbers of rows and columns of patches.
     """
@@ -171,7 +171,7 @@ def shrink_mask(
 def labels_to_mask(
     labels: PatchLabels, patch_size: int, size: tuple[int, int]
 ) -> UInt8[np.ndarray, "height width"]:
-    """Convert labels of patches to a mask, in which a pixel has the index of its largest channel.
+    """Convert labels of patches to a mask. Each pixel gets the index of its largest channel.
 
     Each label has its own channel. Channels are interpolated bilinearly to the size of the
     encoder's input. Each channel that is not constant is then scaled to [0, 1]. The map of indices

@@ -26,7 +26,7 @@ BinaryMask = Bool[np.ndarray, "height width"]
 
 @dataclass(frozen=True)
 class Outline:
-    """The mask of one object and its contour, from which the contour accuracy F is computed.
+    """The mask of one object, and its contour for computing the contour accuracy F.
 
     Attributes:
         mask: Pixels of the object.
