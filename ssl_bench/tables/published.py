@@ -190,12 +190,12 @@ def _load_tables(folder: Path) -> tuple[PublishedTable, ...]:
 
 
 def load_published_table(name: str) -> PublishedTable:
-    """Return the published table with a name such as "table2" or "cutting_the_skip:table2".
+    """Return the published table with a name such as "table2" or "cutting_the_skip/table2".
 
     Raises:
         ConfigurationError: No published table has this name, or tables of several papers have it.
     """
-    known = {f"{table.paper}:{table.name}": table for table in load_published_tables()}
+    known = {f"{table.paper}/{table.name}": table for table in load_published_tables()}
     matches = {full: table for full, table in known.items() if name in (full, table.name)}
     if not matches:
         short = [table.name for table in load_published_tables()]

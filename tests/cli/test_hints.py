@@ -90,7 +90,7 @@ EXPRESSIONS = {
     "escape_braces(str(root))": "photos", "escape_braces(str(self._root / first))": "photos",
     "escape_braces(str(self.root))": "results", "escape_braces(str(store.root))": "results",
     "escape_braces(uri)": "hf-hub:org/name", "escape_braces(word)": "runs/skip",
-    "folder_flag": "--data-root", "full": "cutting_the_skip:figure1", "group": "probe",
+    "folder_flag": "--data-root", "full": "cutting_the_skip/figure1", "group": "probe",
     "head_width": "12", "image_size": "224", "item.name": "mlp_mean", "key": "train.warmup_epochs",
     "known": "skip", "len(train)": "3", "lower": "32", "lower + patch": "64", "max(late)": "200",
     "mean": "[0.5,0.5,0.5]", "min_heads": "2", "name": "graying_layers", "names[0]": "knn",

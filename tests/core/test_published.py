@@ -66,12 +66,12 @@ def test_training_accuracies_are_compared_with_runs_and_not_with_probes():
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("tabel2", "--paper table2"), ("figure1", "--paper orth"), ("x", "always_skip_attention:")],
+    [("tabel2", "--paper table2"), ("figure1", "--paper orth"), ("x", "always_skip_attention/")],
 )
 def test_errors_for_unknown_or_ambiguous_tables_name_known_ones(name, hint):
     with pytest.raises(ConfigurationError, match=hint):
         load_published_table(name)
-    long = load_published_table("cutting_the_skip:figure3")
+    long = load_published_table("cutting_the_skip/figure3")
     assert long is load_published_table("figure3")
 
 

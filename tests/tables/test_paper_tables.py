@@ -188,7 +188,7 @@ def test_each_column_shows_the_block_that_its_paper_reports(store):
 
 def test_the_command_maps_rows_to_checkpoints(store, cli, cli_json):
     save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
-    command = ["table", "--paper", "cutting_the_skip:figure3"]
+    command = ["table", "--paper", "cutting_the_skip/figure3"]
 
     out = cli(*command, "--as", "skip, soap=aaaa", "--format", "markdown").out
     assert r"| skip, soap | 49.4 \| 25.0 @11 (4) | 27.5 \| - |" in out
