@@ -29,6 +29,7 @@ def test_only_caught_faults_are_called_caught(tmp_path):
         "is_absent": ("3 * x", "2 * x", "double"),
         "breaks_the_import": ("def", "dfe", "double"),
         "has_a_broken_test": ("2 * x", "3 * x", "broken"),
+        "has_a_broken_import": ("2 * x", "3 * x", "import"),
     }
     faults = [
         {"name": name, "file": "doubling.py", "old": old, "new": new}
@@ -42,6 +43,7 @@ def test_only_caught_faults_are_called_caught(tmp_path):
             "from doubling import double\n\n\ndef test_double():\n    assert double(2) == 4\n"
         ),
         "tests/test_broken.py": "def test_broken():\n    assert False\n",
+        "tests/test_import.py": "import nothing_of_this_name\n",
         "tests/mutants.yaml": yaml.safe_dump(faults),
         "tests/mutants.py": Path(mutants.__file__).read_text(),
     }
@@ -67,6 +69,7 @@ def test_only_caught_faults_are_called_caught(tmp_path):
             "is_absent": "OLD TEXT NOT FOUND",
             "breaks_the_import": "caught by tests/test_double.py",
             "has_a_broken_test": "tests/test_broken.py::test_broken FAILS WITHOUT THE FAULT",
+            "has_a_broken_import": "tests/test_import.py FAILS WITHOUT THE FAULT",
         },
     )
     assert run("caught")[0] == 0
