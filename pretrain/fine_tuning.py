@@ -124,9 +124,8 @@ def _require_same_architecture(
     module, config = source.module, encoder.config
     if not isinstance(module, type(encoder)):
         raise ConfigurationError(
-            f"the model of init_from={address} is a {type(module).__name__}, expected a "
-            f"{type(encoder).__name__} as in this run. If init_from is timm:NAME@FILE, use "
-            "only FILE"
+            f"init_from={address} is a {type(module).__name__}, but this run trains a "
+            f"{type(encoder).__name__}. If the address is timm:NAME@FILE, set init_from=FILE"
         )
     may_differ = {"image_size", *config.training_fields}
     if isinstance(config, ViTConfig) and config.position_embedding == "sinusoidal":
@@ -142,9 +141,8 @@ def _require_same_architecture(
         expected = " ".join(f"model.{name}={_format_value(ours)}" for name, ours, _ in wrong)
         actual = " ".join(f"model.{name}={_format_value(theirs)}" for name, _, theirs in wrong)
         raise ConfigurationError(
-            f"the model of init_from={address} differs from that of this run: expected {expected}, "
-            f"got {actual}. Set these keys to the values of the checkpoint, or use another "
-            "checkpoint"
+            f"the checkpoint init_from={address} has {actual}, but this run has {expected}. Set the "
+            "keys of this run to the values of the checkpoint, or use another checkpoint"
         )
     return module
 

@@ -257,8 +257,8 @@ class TrainOptions:
         late = [epoch for epoch in self.keep_epochs or () if epoch > self.epochs]
         if late:
             raise ConfigurationError(
-                f"train.keep_epochs expects epochs from 1 to {self.epochs}, the last epoch, got "
-                f"{', '.join(map(str, late))}",
+                f"train.keep_epochs contains {', '.join(map(str, late))}, but the run has only "
+                f"{self.epochs} epochs",
                 hint=(f"train.epochs={max(late)}",),
             )
 

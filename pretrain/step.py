@@ -281,7 +281,8 @@ def use_deterministic_operations(is_required: bool) -> Generator[None]:
             raise
         operation = str(error).partition(" does not have")[0][:100]
         raise ConfigurationError(
-            f"{operation} has no deterministic implementation on this device",
+            f"train.deterministic=true is not possible, because {operation} has no deterministic "
+            "implementation on this device",
             hint=("train.deterministic=false",),
         ) from error
     finally:

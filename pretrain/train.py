@@ -113,8 +113,8 @@ class Run:
         if options.batch % parts:
             nearest = math.ceil(options.batch / parts) * parts
             raise ConfigurationError(
-                f"train.batch_size={options.batch} expects a multiple of {parts} "
-                f"(train.accumulation={options.accumulation} x {ranks.world_size} processes)",
+                f"train.batch_size must be a multiple of {parts} (train.accumulation="
+                f"{options.accumulation} x {ranks.world_size} processes), got {options.batch}",
                 hint=(f"train.batch_size={nearest}",),
             )
         skips_unreadable = plan.data.on_bad_image == "skip"

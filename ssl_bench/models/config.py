@@ -96,7 +96,8 @@ def build_part(group: str, config: Any) -> Any:
     """Build the attention or token graying module that an encoder's configuration selects.
 
     Args:
-        group: Field of the configuration that contains the name: "attention" or "graying".
+        group: Which module to build: "attention" or "graying" (a filter that makes tokens more
+            alike). The field of this name in `config` selects it.
         config: Configuration of the encoder.
     """
     return find_registered(group, getattr(config, group))(config)

@@ -223,7 +223,7 @@ class Line:
     def best_blocks_text(self) -> str:
         """The blocks with the best score as text, such as "block 3" or "all 12 blocks equal".
 
-        If `best_entry` is None, this is the last block, such as "block 11, degenerate".
+        If no block can be the best, the text names the last block, such as "block 11, degenerate".
         """
         if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"

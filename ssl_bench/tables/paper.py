@@ -142,9 +142,10 @@ def paper_table(
         published: The published table.
         records: Our records (stored scores).
         store: Results folder with the per-image scores.
-        encoders: The `Record.encoder_id` of our encoder for each row name.
-        choice: How the block of each score is chosen: "holdout" (on other images than the scored
-            ones) or "oracle" (on the scored images). If None, each column has its own choice.
+        encoders: The id of our encoder (`Record.encoder_id`), by the name of its row.
+        choice: A score is shown at the best block. This is the block with the best score on other
+            images ("holdout") or on the scored images ("oracle"). If None, it depends on the
+            column.
         runs: The folder of our pretraining run for each row name.
     """
     encoders = {row: encoders[row] for row in published.rows if row in encoders}
@@ -319,9 +320,9 @@ def _encoder_notes(encoders: Mapping[str, Record]) -> list[str]:
 
 
 def _block_notes(table: PaperTable) -> list[str]:
-    """Return notes on how the block of each score was chosen.
+    """Return notes that state on which images the shown block of each encoder was chosen.
 
-    If columns differ in this choice, each note begins with the names of its columns.
+    If this differs between columns, each note begins with the names of its columns.
     """
     notes = []
     by_choice = _columns_by_choice(table.published, table.choice)
@@ -344,7 +345,7 @@ def _missing_notes(
 
     Args:
         table: The table with published values and our scores.
-        encoders: A record (stored score) of our encoder for each row name.
+        encoders: A record (stored score) of our encoder, by the name of its row.
         records: All records.
     """
     notes, columns = [], table.published.columns

@@ -146,7 +146,7 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that runs a probe until its first score, and returns a cached file's name.
+    """Return a function that stops a probe after its first score, and names a file in its cache.
 
     The file contains trained heads or pixel counts. Its name starts with `prefix`.
     """

@@ -90,7 +90,7 @@ def learner_of(plan: Pretraining, *, seed: int = 0) -> Learner:
 
 @cache
 def refusals(name: str) -> dict[str, ConfigurationError | None]:
-    """Return the error with which an objective refuses each kind of encoder, by kind.
+    """For each kind of encoder, return the error that an objective raises.
 
     The error is None if the objective can train this kind of encoder.
     """

@@ -47,7 +47,7 @@ class Place(Enum):
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return the simulated memory in which a tensor is stored, or HOST if it has no storage."""
+    """Return whether a tensor is stored on the simulated device or on the host."""
     return _place_of_storage(storage_of(tensor))
 
 
@@ -352,7 +352,7 @@ _thread = _Thread()
 
 @contextmanager
 def create_on(place: Place) -> Iterator[None]:
-    """Inside a `with` block, put the results of operations without tensor arguments in `place`."""
+    """Store new tensors, such as the result of `torch.zeros`, in `place` inside a `with` block."""
     before, _thread.creates_on = _thread.creates_on, place
     try:
         yield
@@ -572,10 +572,10 @@ def _create(func: Callable, args: Arguments, options: Options, place: Place) -> 
 
 
 def _upload_values(args: Arguments, options: Options, place: Place) -> Any:
-    """Move the first argument to the memory `place` and return it, if it is a tensor.
+    """If the first argument is a tensor, move it to `place` (host or device) and return it.
 
-    Otherwise, return None. If `place` is the device, count an upload of the argument, such as a
-    list of numbers.
+    Otherwise, return None. If `place` is the device, the values, such as a list of numbers, are
+    counted as an upload.
     """
     if args and isinstance(args[0], Tensor):
         return move(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))
