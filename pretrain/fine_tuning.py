@@ -141,8 +141,8 @@ def _require_same_architecture(
         expected = " ".join(f"model.{name}={_format_value(ours)}" for name, ours, _ in wrong)
         actual = " ".join(f"model.{name}={_format_value(theirs)}" for name, _, theirs in wrong)
         raise ConfigurationError(
-            f"the checkpoint init_from={address} has {actual}, but this run has {expected}. Set the "
-            "keys of this run to the values of the checkpoint, or use another checkpoint"
+            f"the checkpoint init_from={address} has {actual}, but this run has {expected}. Set "
+            "these keys to the values of the checkpoint, or use another checkpoint"
         )
     return module
 

@@ -49,8 +49,8 @@ class Cityscapes(ImageMaskFolders):
     """Cityscapes, https://www.cityscapes-dataset.com, in the folders leftImg8bit and gtFine.
 
     By default, masks store the published class ids. If `mask_suffix` is
-    `_gtFine_labelTrainIds.png`, they store training ids. The settings `numbers` and `ignored`, which
-    state the ids of the classes and of ignored pixels, then have no effect.
+    `_gtFine_labelTrainIds.png`, they store training ids. The settings `numbers` and `ignored` (the
+    ids of classes and of ignored pixels) then have no effect.
     """
 
     name: str = "cityscapes"
