@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from contextlib import suppress
 
 from ssl_bench.composition.compose import config_to_yaml
 from ssl_bench.errors import UnfitEncoder, escape_braces, with_hint
@@ -63,20 +62,20 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
     require_images(plan)
     require_writable(store.root)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
+    named = expand(request.checkpoints)
+    can_skip_task = request.all_tasks and len(plan) > 1
+    can_skip = {uri: can_skip_task or (is_baseline(uri) and uri not in named) for uri in uris}
     # Check all encoders before the first one is probed.
     for uri in uris if len(uris) > 1 else []:
         encoder = identify_encoder(uri)
         resolve_layers(layers_of_encoder(uri, request.layers), encoder.depth)
-        _require_fitting_sizes(plan, encoder)
-    named = expand(request.checkpoints)
-    skip_unfit = request.all_tasks and len(plan) > 1
+        _require_fitting(plan, encoder, skip_unfit=can_skip[uri])
     records, features = list[Record](), FeatureCache()
     for uri in uris:
         encoder = load_and_log(uri)
-        _require_fitting_sizes(plan, encoder)
+        _require_fitting(plan, encoder, skip_unfit=can_skip[uri])
         # Create the folder after all checks, so that a wrong command leaves no empty folder.
         ResultStore.create(store.root)
-        is_added_baseline = is_baseline(uri) and uri not in named
         records += evaluate(
             plan,
             encoder,
@@ -84,24 +83,31 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
             layers=layers_of_encoder(uri, request.layers),
             device=device,
             overwrite=request.overwrite,
-            skip_unfit=skip_unfit or is_added_baseline,
-            allow_none=is_added_baseline,
+            skip_unfit=can_skip[uri],
+            allow_none=is_baseline(uri) and uri not in named,
             features=features,
         )
     return records
 
 
-def _require_fitting_sizes(
-    plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity
+def _require_fitting(
+    plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity, *, skip_unfit: bool
 ) -> None:
-    """Check that the encoder accepts the image sizes that the user set for the probes in `plan`.
+    """Check that all probes can score an encoder, before the first one runs.
 
-    For example, an image size may have to be a multiple of the patch size. All other reasons why a
-    probe cannot score the encoder are ignored here. They raise an error when the probe runs.
+    Args:
+        plan: The probes.
+        encoder: The encoder.
+        skip_unfit: Whether probes that cannot score this encoder are left out later. If so, only
+            the image sizes that the user set are checked.
 
     Raises:
         ConfigurationError: The encoder does not accept an image size that the user set.
+        UnfitEncoder: A probe cannot score the encoder, and `skip_unfit` is False.
     """
     for planned in plan:
-        with suppress(UnfitEncoder):
+        try:
             planned.fit_to(encoder)
+        except UnfitEncoder:
+            if not skip_unfit:
+                raise

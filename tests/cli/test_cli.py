@@ -14,7 +14,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import file_sha256
-from tests.support.faults import encoder_file, expect_error, picture
+from tests.support.faults import encoder_file, expect_error, photo_folder, picture
 from tests.support.without_torch import REPOSITORY, stdout_without_torch
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=12, depth=3, num_heads=2)
@@ -226,3 +226,14 @@ def test_changed_missing_and_added_files_of_data_are_found(workplace, capsys):
     assert json.loads(capsys.readouterr().out) == {
         "manifest": "list", "changed": ["0.png"], "missing": ["1.png"], "added": ["new.png"],
     }  # fmt: skip
+
+
+def test_a_task_that_does_not_fit_is_refused_before_others_run(tmp_path, capsys):
+    photo_folder(tmp_path / "photos", 1)
+    words = ["probe", "--dataset", "folder", "--data-root", str(tmp_path / "photos")]
+    words += ["--checkpoint", "random:timm:test_convnext", "--out", str(tmp_path / "out")]
+
+    line = expect_error(capsys, [*words, "--task", "pca,attention"], 2)
+
+    assert "`--task pca`" in line
+    assert not (tmp_path / "out").exists()
