@@ -539,6 +539,9 @@ def test_a_table_with_labels_and_masks_needs_a_choice():
     np.testing.assert_array_equal(masks.val()[1].mask, mask(1))
     labels = open_sets(PythonDataset(label_column="scene"), val=table)
     assert labels.supports == {"classification", "images"}
+    # A column that does not fit is named before other columns need a choice.
+    with pytest.raises(ConfigurationError, match=r"^dataset\.image_column "):
+        open_sets(PythonDataset(image_column="scene"), val=table)
 
 
 def test_boxes_of_a_table_with_labels_are_ignored():

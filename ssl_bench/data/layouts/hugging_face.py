@@ -201,13 +201,20 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
         if name in _LABEL_NAMES and str(getattr(kind, "dtype", "")).startswith(("int", "uint"))
     ]
     boxes = [*_find_box_columns(features)]
-    image = options.image_column
+    image, label = options.image_column, options.label_column
+    mask, box = options.mask_column, options.box_column
+    known = {"image": pictures, "label": [*features], "mask": pictures, "box": boxes}
+    for kind, name in {"image": image, "label": label, "mask": mask, "box": box}.items():
+        if name is not None and name not in known[kind]:
+            raise ConfigurationError(
+                f"dataset.{kind}_column expects a {kind} column of {title} (existing ones: "
+                f"{', '.join(known[kind]) or 'none'}), got {name}"
+            )
     if image is None:
         usual = [name for name in pictures if name in _IMAGE_NAMES]
         image = _choose_column("image", usual or pictures, title)
     if image is None:
         raise DataError(f"{title} has no images, only the columns {', '.join(features)}")
-    mask, label, box = options.mask_column, options.label_column, options.box_column
     # If a dataset has labels and masks, the user must choose one of them.
     others = [name for name in pictures if name != image]
     if mask is None and label is None:
@@ -225,13 +232,6 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
             )
     if box is None and not (mask or label):
         box = _choose_column("box", boxes, title)
-    known = {"image": pictures, "label": [*features], "mask": pictures, "box": boxes}
-    for kind, name in {"image": image, "label": label, "mask": mask, "box": box}.items():
-        if name is not None and name not in known[kind]:
-            raise ConfigurationError(
-                f"dataset.{kind}_column expects a {kind} column of {title} (existing ones: "
-                f"{', '.join(known[kind]) or 'none'}), got {name}"
-            )
     chosen = {"labels": label, "masks": mask, "boxes": box}
     described = "".join(f", {kind} in {name}" for kind, name in chosen.items() if name)
     say_once(f"{title}: images in {image}{described}")
