@@ -7,9 +7,10 @@ import pytest
 from PIL import Image
 
 from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
-from ssl_bench.data.files.readable import count_shared_files
+from ssl_bench.data.files.readable import ImageSubset, count_shared_files
 from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
 from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.python_dataset import PythonDataset
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import ConfigurationError, DataError
@@ -98,6 +99,12 @@ def test_copies_are_found_among_files_of_equal_size_and_time(tmp_path, fingerpri
     assert count_shared_files(train, val, allowed=True) == 1
     with pytest.raises(DataError, match=r"train/b/2\.bmp is identical"):
         count_shared_files(train, val, allowed=False)
+    for indices, count in (((1, 2), 1), ((0, 2), 0)):
+        assert count_shared_files(ImageSubset(train, indices), val, allowed=True) == count
+    # Images in memory are not compared with files.
+    memory = PythonDataset().with_sets({"images": [val[0].image]}).images()
+    for pair in ((train, memory), (memory, train)):
+        assert count_shared_files(*pair, allowed=False) == 0
 
 
 def test_a_root_without_class_folders_or_images_is_refused(tmp_path):

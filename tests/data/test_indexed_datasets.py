@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 
 import ssl_bench
 from ssl_bench.cli.__main__ import main
+from ssl_bench.data.files.readable import ImageSubset, count_shared_files
 from ssl_bench.data.layouts import hugging_face
 from ssl_bench.data.layouts.python_dataset import PythonDataset, to_pixels
 from ssl_bench.data.samples import ImageSet
@@ -303,7 +304,13 @@ def test_a_limit_reads_only_the_images_that_remain():
 def test_ignored_numbers_of_masks_are_no_classes():
     masks = [np.where(mask(number) == 255, 7, mask(number)) for number in range(2)]
     val = [(picture(number), target) for number, target in enumerate(masks)]
-    assert len(open_sets(PythonDataset(ignored=[7]), val=val).val().class_names) == 2
+    options = PythonDataset(ignored=[7])
+    assert len(open_sets(options, val=val).val().class_names) == 2
+    # Masks without any class, and masks that cannot be read, do not add classes.
+    blank = [(picture(number), np.full((32, 40), number, np.uint8)) for number in (0, 7)]
+    assert open_sets(options, val=blank).val().class_names == ("0",)
+    unreadable = WithoutNames(BrokenItems(0, 2, target=lambda _: Image.new("L", (40, 32))))
+    assert open_sets(options, val=unreadable).val().class_names == ("0",)
 
 
 def test_masks_of_0_and_255_need_a_meaning():
@@ -326,11 +333,14 @@ def test_masks_of_0_and_255_need_a_meaning():
 
 def test_scored_training_images_are_refused_unless_allowed(encoder, tmp_path, capsys):
     inputs = {"train": Items(0, 12), "val": Items(9, 6), "out": tmp_path}
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=r"0000009.* 0000000.* 3 of 6") as error:
         run(encoder, **inputs)
     assert error.value.hint == ("data.allow_overlap=true",)
     found, again = (run(encoder, **inputs, **{"data.allow_overlap": True}) for _ in range(2))
     assert {(r.dataset, r.settings["fitted_and_scored"]) for r in found} == {("Items-18", 3)}
+    dataset = open_sets(train=inputs["train"], val=inputs["val"])
+    few = ImageSubset(dataset.train(), (0, 10))
+    assert count_shared_files(few, dataset.val(), allowed=True) == 1
     assert again.records == found.records
     assert "already exist" in capsys.readouterr().err
 

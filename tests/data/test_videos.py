@@ -177,7 +177,7 @@ def own_videos(root: Path) -> Path:
 
 def test_user_frames_are_sorted_by_number_and_one_video_suffices(tmp_path):
     root = own_videos(tmp_path / "videos")
-    (root / ".hidden").mkdir()
+    write_frame(root / ".hidden/1.jpg", 0)
     (root / "empty").mkdir()
 
     videos = FrameFolders(root).val()
@@ -189,6 +189,9 @@ def test_user_frames_are_sorted_by_number_and_one_video_suffices(tmp_path):
     single = FrameFolders(root / "a").val()
     assert single.ids == ("a",)
     assert single[0].mask is not None
+    (root / "b").rename(root / "a10")
+    (root / "a").rename(root / "a9")
+    assert FrameFolders(root).val().ids == ("a9", "a10")
 
 
 def test_frames_and_masks_may_both_be_png(tmp_path):
