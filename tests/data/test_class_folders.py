@@ -1,12 +1,13 @@
 """Test that images are found, with or without a folder per class, and get the right labels."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
+from ssl_bench.data.files.fingerprints import ReadOptions, file_hashes, with_read_options
 from ssl_bench.data.files.readable import ImageSubset, count_shared_files
 from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -76,12 +77,16 @@ def test_a_share_is_taken_of_every_class(tmp_path):
 
     assert halves.train().ids == ("a/0.png", "a/1.png", "b/0.png", "b/1.png")
     assert halves.val().ids == ("a/2.png", "a/3.png", "b/2.png", "b/3.png")
+    images = halves.train()
+    changed = file_hashes(replace(images, labels=(0, 1, 1, 1))) != file_hashes(images)
+    assert changed.tolist() == [False, True, False, False]
     with pytest.raises(ConfigurationError):
         ClassFolders(tmp_path, val_split="train:50-100%").val()
     # The root directly contains class folders, one of which is called train.
     save_images(
         tmp_path / "flat", *(f"{name}/{n}.png" for name in ("train", "bus") for n in range(5))
     )
+    save_images(tmp_path / "flat", ".hidden/deep/1.png")
     flat = ClassFolders(tmp_path / "flat")
     assert (len(flat.train()), flat.val().ids) == (8, ("bus/4.png", "train/4.png"))
 

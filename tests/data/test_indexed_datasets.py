@@ -19,7 +19,8 @@ from torchvision.transforms import v2
 
 import ssl_bench
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.readable import ImageSubset, count_shared_files
+from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
+from ssl_bench.data.files.readable import ImageSubset, count_shared_files, select_images
 from ssl_bench.data.layouts import hugging_face
 from ssl_bench.data.layouts.python_dataset import PythonDataset, to_pixels
 from ssl_bench.data.samples import ImageSet
@@ -137,6 +138,8 @@ def test_the_first_item_determines_the_kind_of_targets():
         dataset = open_sets(val=Items(0, 2, target=lambda _, target=target: target))
         assert dataset.list_sequences()["val"].annotations == {kind}
         assert isinstance(dataset.images(), ImageSet)
+    bools = open_sets(val=Items(0, 1, target=lambda _: mask(0) == 1))
+    assert bools.list_sequences()["val"].annotations == {"mask"}
     plain = open_sets(images=[picture(0)])
     assert not plain.list_sequences()["images"].annotations
     assert plain.supports == {"discovery", "images"}
@@ -243,12 +246,25 @@ def test_the_error_for_an_image_names_what_is_wrong(image, named):
         open_sets(images=[image])
 
 
+def test_images_without_annotations_come_from_the_first_suitable_role():
+    train, val = (Items(0, count, target=lambda _: BOXES) for count in (2, 3))
+    boxed = open_sets(train=train, val=val, images=[picture(0)])
+    assert (len(boxed.images()), len(boxed.discovery())) == (1, 3)
+    labelled = open_sets(train=Items(0, 2), val=Items(0, 3), images=Items(0, 4))
+    assert (len(labelled.images()), len(labelled.discovery())) == (4, 4)
+    scored = open_sets(train=Items(0, 2), val=Items(0, 3))
+    assert len(scored.images()) == 2
+    with pytest.raises(DataError):
+        scored.discovery()
+
+
 def test_the_identity_is_that_of_the_content():
     def fingerprint(names: list[str] | None = None, **changes: Any) -> str:
         items = Items(**{"first": 0, "count": 3, **changes})
         return open_sets(PythonDataset(class_names=names or ()), val=items).val().fingerprint()
 
-    assert fingerprint() == fingerprint()
+    images = with_read_options(open_sets(val=Items(0, 3)).val(), ReadOptions("stat"))
+    assert fingerprint() == fingerprint() == images.fingerprint()
     others = [
         fingerprint(first=3),
         fingerprint(count=2),
@@ -281,24 +297,28 @@ def test_an_unreadable_item_is_an_error_or_left_out(encoder, tmp_path):
 
 def test_class_names_come_from_dataset_user_or_labels():
     train, val = Items(0, 3), Items(3, 3)
-    subset = torch.utils.data.Subset(val, [0, 1])
-    assert open_sets(train=train, val=subset).val().class_names == CLASSES
+    subset: Any = val
+    for indices in ([1, 2], [0, 1]):
+        subset = torch.utils.data.Subset(subset, indices)
+    assert open_sets(val=subset).val().class_names == CLASSES
+    assert open_sets(train=train, val=WithoutNames(val)).name == "Items-6"
     named = open_sets(PythonDataset(class_names=["x", "y", "z"]), val=val)
     assert named.val().class_names == ("x", "y", "z")
     plain = [(picture(number), number % 3) for number in range(3)]
     assert open_sets(train=plain[:2], val=plain).train().class_names == ("0", "1", "2")
-    with pytest.raises(DataError):
-        open_sets(PythonDataset(class_names=["x", "y"]), val=val).val()[2]
+    last = select_images(open_sets(PythonDataset(class_names=["x", "y"]), val=val).val(), "z", [2])
+    with pytest.raises(DataError, match="image 2 of val"):
+        last[0]
 
 
 def test_a_limit_reads_only_the_images_that_remain():
     images: Any = open_sets(val=Items(0, 30)).val()
 
-    few = limit_images(images, 5)
-    assert few.name == "Items-30-limit5"
-    assert few.ids == ("0000000", "0000006", "0000012", "0000018", "0000024")
+    few = limit_images(images, 4)
+    assert few.name == "Items-30-limit4"
+    assert few.ids == ("0000000", "0000007", "0000015", "0000022")
     few.fingerprint()
-    assert len(images.items._identities) == 5
+    assert len(images.items._identities) == 4
 
 
 def test_ignored_numbers_of_masks_are_no_classes():
@@ -325,6 +345,8 @@ def test_masks_of_0_and_255_need_a_meaning():
         uniform = Image.new("L", (40, 32), number)
         only = open_sets(PythonDataset(one_object=True), val=[(picture(0), uniform)]).val()[0].mask
         np.testing.assert_array_equal(only, np.asarray(uniform))
+    ignored = open_sets(PythonDataset(one_object=True, ignored=[255]), val=val).val()[0].mask
+    np.testing.assert_array_equal(ignored, stored(0))
     dataset = open_sets(PythonDataset(one_object=True, numbers=[0, 255]), val=val)
     assert dataset.supports == {"saliency", "images"}
     mask_of_first: Any = dataset.val()[0].mask
@@ -532,6 +554,23 @@ def test_a_hub_dataset_is_named_after_its_repository_and_size(monkeypatch, root)
 
     assert hugging_face.HuggingFace(root=root).images().name == "photos-5"
     assert hugging_face.HuggingFace(root=root, name="mine").images().name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "val"),
+    [
+        (("test", "validation", "train"), "train", "validation"),
+        (("train", "test", "dev"), "train", "dev"),
+        (("test",), None, "test"),
+        (("photos", "others"), "photos", None),
+    ],
+)
+def test_splits_of_a_table_are_found_by_their_usual_names(monkeypatch, names, train, val):
+    table = table_of({})
+    monkeypatch.setattr(hugging_face, "load_tables", lambda *_: dict.fromkeys(names, table))
+    dataset = hugging_face.HuggingFace(root="org/photos")
+    found = [dataset.select_items(role) for role in ("train", "val")]
+    assert [one and one.split for one in found] == [train, val]
 
 
 def test_a_table_with_labels_and_masks_needs_a_choice():

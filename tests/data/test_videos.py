@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_bench.data.files.file_sets import LabelMap
 from ssl_bench.data.files.fingerprints import ReadOptions
 from ssl_bench.data.files.images import voc_colours
 from ssl_bench.data.layouts.toy_video import NUM_FRAMES, ToyVideo
@@ -114,6 +115,9 @@ def test_the_fingerprint_depends_on_frames_masks_and_numbers(tmp_path):
     list_videos(root, 2016)
     first = Davis(root).val().fingerprint()
     assert Davis(root, max_frames=3).val().fingerprint() != first
+    videos = Davis(root).val()
+    swapped = LabelMap({**videos.labels.classes, 1: 2, 2: 1}, "")
+    assert replace(videos, labels=swapped).fingerprint() != first
     options: dict[str, int] = {}
     assert_fingerprint_depends_on(
         lambda: Davis(root, **options).val(),

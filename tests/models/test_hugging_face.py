@@ -180,6 +180,8 @@ def test_random_weights_have_the_architecture_of_the_folder(tmp_path, arguments)
         assert "initialisation is unknown" in message_of(uri)
         return
     random, expected = load_encoder(uri), load_encoder(trained)
+    stated = load_encoder(f"random:mean=.4,std=.25:{trained}")
+    assert (stated.mean, stated.std) == ((0.4,) * 3, (0.25,) * 3)
     assert random.architecture == expected.architecture
     assert random.colours_from == expected.colours_from
     assert random.colours_from.startswith("assumed")

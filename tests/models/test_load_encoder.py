@@ -121,9 +121,11 @@ def test_numbers_of_a_config_are_finite_and_below_a_billion():
 
 
 def test_errors_for_misspelt_files_name_the_similar_file(saved):
-    with pytest.raises(CheckpointError) as caught:
-        load_encoder(str(saved.with_name(f"a{saved.name}")))
-    assert caught.value.hint == ("--checkpoint", str(saved))
+    saved.with_name("mine.pth").touch()
+    for name, meant in ((f"a{saved.name}", saved.name), ("mime.pth", "mine.pth")):
+        with pytest.raises(CheckpointError) as caught:
+            load_encoder(str(saved.with_name(name)))
+        assert caught.value.hint == ("--checkpoint", str(saved.with_name(meant)))
 
 
 def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):
