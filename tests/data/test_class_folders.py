@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from PIL.ExifTags import Base as Tag
 
 from ssl_bench.data.files.fingerprints import ReadOptions, file_hashes, with_read_options
 from ssl_bench.data.files.readable import ImageSubset, count_shared_files
@@ -46,6 +47,10 @@ def test_labels_of_validation_images_number_the_training_folders(tmp_path):
     assert ClassFolders(tmp_path, val_split="other").val().ids == ("a/3.png",)
     with pytest.raises(DataError, match="other"):
         ClassFolders(tmp_path, val_split="nowhere").val()
+    exif = Image.Exif()
+    exif[Tag.Orientation] = 6
+    Image.new("RGB", (3, 2)).save(tmp_path / "train/b/2.png", exif=exif)
+    assert ClassFolders(tmp_path).train()[1].image.shape == (3, 2, 3)
 
 
 def test_tiny_imagenet_lists_the_classes_of_a_flat_folder(tmp_path):
@@ -89,6 +94,13 @@ def test_a_share_is_taken_of_every_class(tmp_path):
     save_images(tmp_path / "flat", ".hidden/deep/1.png")
     flat = ClassFolders(tmp_path / "flat")
     assert (len(flat.train()), flat.val().ids) == (8, ("bus/4.png", "train/4.png"))
+    # Not every folder contains images directly, so the folders are splits.
+    nested = ClassFolders(save_images(tmp_path / "nested", "Photos/1.png", "Train/c/2.png"))
+    with pytest.raises(DataError):
+        nested.train()
+    with pytest.raises(DataError) as caught:
+        nested.pretraining_images()
+    assert caught.value.hint == (f"data.root={tmp_path / 'nested/Train'}",)
 
 
 @pytest.mark.parametrize("fingerprint", ["content", "stat"])
