@@ -400,6 +400,9 @@ def test_a_transformers_dinov3_has_its_own_normalisation_and_depth(tmp_path, din
     encoder = load_encoder(folder)
     assert encoder.mean == pytest.approx(DINOV3_COLOURS["image_mean"])
     assert encoder.colours_from == "preprocessor_config.json"
-    # timm supports no other base of the rotary positions.
-    folder = dinov3_folder(tmp_path / "rotated", model, rope_theta=50.0)
-    assert "rope_theta=50.0" in message_of(folder)
+    # timm supports no other base of the rotary positions. Versions of transformers differ in its
+    # place.
+    places = ({"rope_theta": 50.0}, {"rope_parameters": {"rope_theta": 50.0}})
+    for number, stated in enumerate(places):
+        folder = dinov3_folder(tmp_path / f"rotated{number}", model, **stated)
+        assert "rope_theta=50.0" in message_of(folder)
