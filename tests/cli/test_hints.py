@@ -40,6 +40,7 @@ from ssl_bench.errors import (
     MachineError,
     SslBenchError,
     UnreadableImage,
+    broken_file_error,
     escape_braces,
     fill_placeholders,
     hints_for_python,
@@ -358,7 +359,7 @@ def test_python_users_see_hints_as_keywords():
         (("--data-root", "{folder}"), 'data_root="FOLDER"'),
         (("--checkpoint", escape_braces("{x}.pth")), 'encoder="{x}.pth"'),
         (("--layer", "0,5"), 'layer="0,5"'),
-        (("data.limit=null",), "limit=None"),
+        (("data.limit=null", "probe.centre=false"), "limit=None, centre=False"),
         (("probe.neighbours=[5,10]", "probe.tau={value}"), "neighbours=[5, 10], tau=VALUE"),
         (("dataset.num_val=4",), '**{"dataset.num_val": 4}'),
         (("ssl-bench", "keys", "probe.knn"), "ssl-bench keys probe.knn"),
@@ -381,6 +382,21 @@ def test_braces_of_the_user_are_no_placeholders(tmp_path, monkeypatch):
     hint = ("--out", escape_braces("{x}"), "{folder}")
     assert str(DataError("no", hint=hint)) == "no; use `--out '{x}' FOLDER`"
     assert [word.format(folder="y") for word in hint] == ["--out", "{x}", "y"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("def parse(): json.loads('{')\nparse()", r"own/mine\.py, line 2, fails with JSONDecode"),
+        ("import json.nothing", r"line 2, [^;]*'json\.nothing'(?!.*pip install)"),
+        ("import nothing_of_this.name", "pip install nothing_of_this$"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_last_own_line(tmp_path, line, named):
+    code = compile(f"import json\n{line}\n", str(tmp_path / "own/mine.py"), "exec")
+    with pytest.raises((ValueError, ImportError)) as caught:
+        exec(code, {})
+    assert re.search(named, str(broken_file_error(caught.value, ["own"])))
 
 
 @pytest.mark.parametrize("kind", [ConfigurationError, MachineError, UnreadableImage])

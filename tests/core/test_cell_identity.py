@@ -19,7 +19,7 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Evaluation
-from ssl_bench.models import build_vit, encoder_from_model
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.models.encoder import describe_config, describe_library_model
 from ssl_bench.planning import BATCH_SIZES
 from ssl_bench.results import OLD_FORMAT, ResultStore, versions
@@ -176,7 +176,8 @@ def test_equal_weights_of_another_architecture_are_another_encoder():
     changes = [{"num_heads": 3}, {"skip_mlp": False}, {"graying": "dct"}, {"attention": "linear"}]
     for change in changes:
         assert describe_config(replace(TINY, **change)) != describe_config(TINY)
-    # The initialisation is not part of the description.
+    # Integers stay in the description if they are defaults. The initialisation is not part of it.
+    assert describe_config(ViTConfig()).items() >= {"kind": "vit", "depth": 12}.items()
     assert describe_config(replace(TINY, init="mimetic", drop_path=0.1)) == describe_config(TINY)
 
 

@@ -1,5 +1,6 @@
 """Test that the requested device is used, and that bfloat16 is emulated on older CPUs."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from ssl_bench.system.process import (
     is_out_of_memory,
     keep_freed_memory,
     out_of_memory_error,
+    pause_garbage_collection,
     read_git_commit,
     source_commit,
     use_passive_openmp_waiting,
@@ -99,7 +101,7 @@ def test_the_wait_policy_is_set_before_torch_is_imported():
     subprocess.run([sys.executable, "-c", script], env=environment, cwd=REPOSITORY, check=True)
 
 
-@pytest.mark.parametrize("configured", [{}, {"MALLOC_ARENA_MAX": "2"}])
+@pytest.mark.parametrize("configured", [{}, {"MALLOC_ARENA_MAX": "2"}, {"GLIBC_TUNABLES": "x"}])
 def test_freed_memory_is_kept_unless_the_user_configures_it(monkeypatch, configured):
     library = SimpleNamespace(calls=[])
     library.mallopt = lambda *arguments: library.calls.append(arguments)
@@ -259,6 +261,18 @@ def test_half_of_the_memory_counts_as_free_if_unknown(monkeypatch):
 
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert free_host_memory() == whole // 2
+
+
+@pytest.mark.parametrize("switch", [gc.disable, gc.enable])
+def test_garbage_collection_is_paused_and_then_as_before(switch):
+    try:
+        switch()
+        before = gc.isenabled()
+        with pause_garbage_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() == before
+    finally:
+        gc.enable()
 
 
 def test_a_checkout_without_git_has_no_commit(monkeypatch, tmp_path):

@@ -128,16 +128,29 @@ def test_a_cache_file_that_others_could_have_written_is_refused(tmp_path, kind):
 
 
 def test_unreadable_files_in_an_untrusted_folder_count_as_empty(tmp_path, monkeypatch):
-    (tmp_path / "a.json").write_bytes(b"{}")
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    for name, size in (("a.json", 2), ("b.json", 100), ("large.json", 101), ("other.txt", 2)):
+        (folder / name).write_bytes(bytes(size))
+    (folder / "link.json").symlink_to(folder / "a.json")
+    os.mkfifo(folder / "pipe.json")
+
+    def read(root: Path, place: Path) -> dict[str, int]:
+        found = read_untrusted_folder(root, place, ".json", 100)
+        return {path.removeprefix(f"{place}/"): len(content) for path, content in found}
+
+    sizes = {"a.json": 2, "b.json": 100, "large.json": 0, "link.json": 0, "pipe.json": 0}
+    # Only links below the given root are refused.
+    assert read(tmp_path, folder) == read(link, link) == sizes
+    assert read(tmp_path, link) == dict.fromkeys(sizes, 0)
+    assert read(tmp_path, tmp_path / "absent") == {}
 
     def fail(*_: object) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "read", fail)
-
-    (read,) = read_untrusted_folder(tmp_path, tmp_path, ".json", 100)
-
-    assert read == (str(tmp_path / "a.json"), b"")
+    assert read(tmp_path, folder) == dict.fromkeys(sizes, 0)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o027, 0o640), (0, 0o664)])

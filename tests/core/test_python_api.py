@@ -689,8 +689,8 @@ FACTORS = {"first": [2.0, 3.0]}
 SHIFT = torch.zeros(1)
 UNUSED = 1
 
-def enlarged(tokens, by=FACTORS["first"][0]):
-    return by * tokens
+def enlarged(tokens, by=FACTORS["first"][0], *, more=FACTORS["first"][1]):
+    return by * tokens + more
 
 def with_offset(offset):
     return lambda tokens: tokens + offset
@@ -722,10 +722,14 @@ class Scaled(Own):
     def gain(self):
         return 19.0
 
+    @property
+    def bias(self):
+        return 43.0
+
     @torch.no_grad()
     @aloud
     def enlarge(self, tokens):
-        return tokens * self.gain * 23
+        return tokens * self.gain * 23 + self.bias
 
     def forward(self, images):
         tokens = enlarged(super().forward(images)) ** self.power + SHIFT
@@ -766,6 +770,7 @@ CHANGES = {
         ("tokens / 2", "tokens / 3"), ("VALUE = 4", "VALUE = 5"), ("* 7", "* 8"), ("* 11", "* 12"),
         ("slope=13.0", "slope=14.0"), ("by=2.5", "by=2.25"), ("ones(2", "zeros(2"),
         ("Own, 17", "Own, 18"), ("return 19.0", "return 20.0"), ("* 23", "* 24"),
+        ("[2.0, 3.0]", "[2.0, 5.0]"), ("return 43.0", "return 44.0"),
         ("more = 29", "more = 30"), ("_root = 31", "_root = 32"), ("* 37", "* 38"),
     ],
 }  # fmt: skip

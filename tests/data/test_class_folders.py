@@ -1,15 +1,18 @@
 """Test that images are found, with or without a folder per class, and get the right labels."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from PIL.ExifTags import Base as Tag
 
-from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
-from ssl_bench.data.files.readable import count_shared_files
+from ssl_bench.data.files.fingerprints import ReadOptions, file_hashes, with_read_options
+from ssl_bench.data.files.readable import ImageSubset, count_shared_files
 from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
 from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.python_dataset import PythonDataset
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import ConfigurationError, DataError
@@ -44,6 +47,10 @@ def test_labels_of_validation_images_number_the_training_folders(tmp_path):
     assert ClassFolders(tmp_path, val_split="other").val().ids == ("a/3.png",)
     with pytest.raises(DataError, match="other"):
         ClassFolders(tmp_path, val_split="nowhere").val()
+    exif = Image.Exif()
+    exif[Tag.Orientation] = 6
+    Image.new("RGB", (3, 2)).save(tmp_path / "train/b/2.png", exif=exif)
+    assert ClassFolders(tmp_path).train()[1].image.shape == (3, 2, 3)
 
 
 def test_tiny_imagenet_lists_the_classes_of_a_flat_folder(tmp_path):
@@ -75,14 +82,25 @@ def test_a_share_is_taken_of_every_class(tmp_path):
 
     assert halves.train().ids == ("a/0.png", "a/1.png", "b/0.png", "b/1.png")
     assert halves.val().ids == ("a/2.png", "a/3.png", "b/2.png", "b/3.png")
+    images = halves.train()
+    changed = file_hashes(replace(images, labels=(0, 1, 1, 1))) != file_hashes(images)
+    assert changed.tolist() == [False, True, False, False]
     with pytest.raises(ConfigurationError):
         ClassFolders(tmp_path, val_split="train:50-100%").val()
     # The root directly contains class folders, one of which is called train.
     save_images(
         tmp_path / "flat", *(f"{name}/{n}.png" for name in ("train", "bus") for n in range(5))
     )
+    save_images(tmp_path / "flat", ".hidden/deep/1.png")
     flat = ClassFolders(tmp_path / "flat")
     assert (len(flat.train()), flat.val().ids) == (8, ("bus/4.png", "train/4.png"))
+    # Not every folder contains images directly, so the folders are splits.
+    nested = ClassFolders(save_images(tmp_path / "nested", "Photos/1.png", "Train/c/2.png"))
+    with pytest.raises(DataError):
+        nested.train()
+    with pytest.raises(DataError) as caught:
+        nested.pretraining_images()
+    assert caught.value.hint == (f"data.root={tmp_path / 'nested/Train'}",)
 
 
 @pytest.mark.parametrize("fingerprint", ["content", "stat"])
@@ -98,6 +116,12 @@ def test_copies_are_found_among_files_of_equal_size_and_time(tmp_path, fingerpri
     assert count_shared_files(train, val, allowed=True) == 1
     with pytest.raises(DataError, match=r"train/b/2\.bmp is identical"):
         count_shared_files(train, val, allowed=False)
+    for indices, count in (((1, 2), 1), ((0, 2), 0)):
+        assert count_shared_files(ImageSubset(train, indices), val, allowed=True) == count
+    # Images in memory are not compared with files.
+    memory = PythonDataset().with_sets({"images": [val[0].image]}).images()
+    for pair in ((train, memory), (memory, train)):
+        assert count_shared_files(*pair, allowed=False) == 0
 
 
 def test_a_root_without_class_folders_or_images_is_refused(tmp_path):

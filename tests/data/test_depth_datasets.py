@@ -67,6 +67,7 @@ def test_8_bit_depth_maps_and_shares_of_splits_are_read(folders):
 
     assert depth_of(dataset).ravel().tolist() == [0, 0.5, 1, 1.5, 2, 127.5]
     assert len(limit_dataset(dataset, 1).train()) == 1
+    assert dataset.images().ids == ("x/a",)
 
 
 def test_the_fingerprint_depends_on_depth_unit_and_limit(folders):

@@ -23,6 +23,7 @@ from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
 from ssl_bench.data.files.fingerprints import (
     ReadOptions,
     dataset_with_read_options,
+    sample_hashes,
     with_read_options,
 )
 from ssl_bench.data.files.readable import ImageSubset
@@ -242,6 +243,26 @@ def test_a_repainted_picture_is_noticed_in_coarse_time(tmp_path, monkeypatch):
     repaint(root / "0.jpg")
 
     assert fingerprint(root) != before
+
+
+def test_hashes_of_single_images_depend_on_content_and_bits(tmp_path):
+    root = photo_folder(tmp_path / "photos", 2)
+    shutil.copy(root / "0.jpg", root / "copy.jpg")
+
+    def hashes(*options: Any) -> tuple[str, list[str]]:
+        images = with_read_options(ImageFolder(root).images(), ReadOptions(*options))
+        return images.fingerprint(), sample_hashes(images)
+
+    whole, (first, second, copy) = hashes()
+    assert first == copy != second
+    # An image that needs no bits has the same pixels with 16 bits.
+    assert hashes("content", 16) == hashes()
+    assert not {whole, first, second} & {hashes("content", 12)[0], *hashes("content", 12)[1]}
+    # Without the contents, a hash is that of the whole set and the image id.
+    before = hashes("stat")[1]
+    assert len({*before}) == 3
+    (root / "1.jpg").unlink()
+    assert not {*before} & {*hashes("stat")[1]}
 
 
 def test_a_damaged_cache_is_ignored_and_replaced(tmp_path, cache, files_read):

@@ -148,6 +148,9 @@ def test_images_and_masks_may_share_a_folder(tmp_path):
 
     dataset = ImageMaskFolders(tmp_path, **together, mask_suffix="_label.png", **NAMED)
     assert dataset.val().ids == ("a",)
+    save(tmp_path, "val/b_label.png", MASK)
+    with pytest.raises(DataError, match="1 of 2 images"):
+        dataset.val()
     with pytest.raises(ConfigurationError) as caught:
         ImageMaskFolders(tmp_path, **together, mask_suffix=".png", **NAMED)
     assert "dataset.mask_suffix={mask_suffix}" in caught.value.hint
@@ -172,14 +175,17 @@ def test_a_mask_of_two_classes_may_hold_one_number_only(folders):
     for number in (0, 255):
         save(folders, "masks/val/c.png", [[number] * 3] * 2)
         assert mask_of(ImageMaskFolders(folders, **NAMED)) == [[number] * 3] * 2
+    save(folders, "masks/val/c.png", [[0, 255, 0]] * 2)
+    assert mask_of(ImageMaskFolders(folders, numbers=[0, 7], **NAMED)) == [[0, 255, 0]] * 2
 
 
 def test_class_names_come_from_files_and_numbers_start_at_1(folders):
-    (folders / "classes.txt").write_text("road\n sky \n\n")
+    (folders / "classes.txt").write_text("sky\n road \n\n")
     save(folders, "masks/val/c.png", [[0, 1, 2], [2, 255, 0]])
     dataset = ImageMaskFolders(folders, reduce_zero=True)
 
-    assert dataset.val().class_names == ("road", "sky")
+    for names in (dataset, replace(dataset, one_object=True)):
+        assert names.val().class_names == ("sky", "road")
     assert mask_of(dataset) == [[255, 0, 1], [1, 255, 255]]
     (folders / "classes.txt").unlink()
     with pytest.raises(DataError) as caught:

@@ -19,6 +19,8 @@ from torchvision.transforms import v2
 
 import ssl_bench
 from ssl_bench.cli.__main__ import main
+from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
+from ssl_bench.data.files.readable import ImageSubset, count_shared_files, select_images
 from ssl_bench.data.layouts import hugging_face
 from ssl_bench.data.layouts.python_dataset import PythonDataset, to_pixels
 from ssl_bench.data.samples import ImageSet
@@ -136,6 +138,8 @@ def test_the_first_item_determines_the_kind_of_targets():
         dataset = open_sets(val=Items(0, 2, target=lambda _, target=target: target))
         assert dataset.list_sequences()["val"].annotations == {kind}
         assert isinstance(dataset.images(), ImageSet)
+    bools = open_sets(val=Items(0, 1, target=lambda _: mask(0) == 1))
+    assert bools.list_sequences()["val"].annotations == {"mask"}
     plain = open_sets(images=[picture(0)])
     assert not plain.list_sequences()["images"].annotations
     assert plain.supports == {"discovery", "images"}
@@ -242,12 +246,25 @@ def test_the_error_for_an_image_names_what_is_wrong(image, named):
         open_sets(images=[image])
 
 
+def test_images_without_annotations_come_from_the_first_suitable_role():
+    train, val = (Items(0, count, target=lambda _: BOXES) for count in (2, 3))
+    boxed = open_sets(train=train, val=val, images=[picture(0)])
+    assert (len(boxed.images()), len(boxed.discovery())) == (1, 3)
+    labelled = open_sets(train=Items(0, 2), val=Items(0, 3), images=Items(0, 4))
+    assert (len(labelled.images()), len(labelled.discovery())) == (4, 4)
+    scored = open_sets(train=Items(0, 2), val=Items(0, 3))
+    assert len(scored.images()) == 2
+    with pytest.raises(DataError):
+        scored.discovery()
+
+
 def test_the_identity_is_that_of_the_content():
     def fingerprint(names: list[str] | None = None, **changes: Any) -> str:
         items = Items(**{"first": 0, "count": 3, **changes})
         return open_sets(PythonDataset(class_names=names or ()), val=items).val().fingerprint()
 
-    assert fingerprint() == fingerprint()
+    images = with_read_options(open_sets(val=Items(0, 3)).val(), ReadOptions("stat"))
+    assert fingerprint() == fingerprint() == images.fingerprint()
     others = [
         fingerprint(first=3),
         fingerprint(count=2),
@@ -280,30 +297,40 @@ def test_an_unreadable_item_is_an_error_or_left_out(encoder, tmp_path):
 
 def test_class_names_come_from_dataset_user_or_labels():
     train, val = Items(0, 3), Items(3, 3)
-    subset = torch.utils.data.Subset(val, [0, 1])
-    assert open_sets(train=train, val=subset).val().class_names == CLASSES
+    subset: Any = val
+    for indices in ([1, 2], [0, 1]):
+        subset = torch.utils.data.Subset(subset, indices)
+    assert open_sets(val=subset).val().class_names == CLASSES
+    assert open_sets(train=train, val=WithoutNames(val)).name == "Items-6"
     named = open_sets(PythonDataset(class_names=["x", "y", "z"]), val=val)
     assert named.val().class_names == ("x", "y", "z")
     plain = [(picture(number), number % 3) for number in range(3)]
     assert open_sets(train=plain[:2], val=plain).train().class_names == ("0", "1", "2")
-    with pytest.raises(DataError):
-        open_sets(PythonDataset(class_names=["x", "y"]), val=val).val()[2]
+    last = select_images(open_sets(PythonDataset(class_names=["x", "y"]), val=val).val(), "z", [2])
+    with pytest.raises(DataError, match="image 2 of val"):
+        last[0]
 
 
 def test_a_limit_reads_only_the_images_that_remain():
     images: Any = open_sets(val=Items(0, 30)).val()
 
-    few = limit_images(images, 5)
-    assert few.name == "Items-30-limit5"
-    assert few.ids == ("0000000", "0000006", "0000012", "0000018", "0000024")
+    few = limit_images(images, 4)
+    assert few.name == "Items-30-limit4"
+    assert few.ids == ("0000000", "0000007", "0000015", "0000022")
     few.fingerprint()
-    assert len(images.items._identities) == 5
+    assert len(images.items._identities) == 4
 
 
 def test_ignored_numbers_of_masks_are_no_classes():
     masks = [np.where(mask(number) == 255, 7, mask(number)) for number in range(2)]
     val = [(picture(number), target) for number, target in enumerate(masks)]
-    assert len(open_sets(PythonDataset(ignored=[7]), val=val).val().class_names) == 2
+    options = PythonDataset(ignored=[7])
+    assert len(open_sets(options, val=val).val().class_names) == 2
+    # Masks without any class, and masks that cannot be read, do not add classes.
+    blank = [(picture(number), np.full((32, 40), number, np.uint8)) for number in (0, 7)]
+    assert open_sets(options, val=blank).val().class_names == ("0",)
+    unreadable = WithoutNames(BrokenItems(0, 2, target=lambda _: Image.new("L", (40, 32))))
+    assert open_sets(options, val=unreadable).val().class_names == ("0",)
 
 
 def test_masks_of_0_and_255_need_a_meaning():
@@ -318,6 +345,8 @@ def test_masks_of_0_and_255_need_a_meaning():
         uniform = Image.new("L", (40, 32), number)
         only = open_sets(PythonDataset(one_object=True), val=[(picture(0), uniform)]).val()[0].mask
         np.testing.assert_array_equal(only, np.asarray(uniform))
+    ignored = open_sets(PythonDataset(one_object=True, ignored=[255]), val=val).val()[0].mask
+    np.testing.assert_array_equal(ignored, stored(0))
     dataset = open_sets(PythonDataset(one_object=True, numbers=[0, 255]), val=val)
     assert dataset.supports == {"saliency", "images"}
     mask_of_first: Any = dataset.val()[0].mask
@@ -326,11 +355,14 @@ def test_masks_of_0_and_255_need_a_meaning():
 
 def test_scored_training_images_are_refused_unless_allowed(encoder, tmp_path, capsys):
     inputs = {"train": Items(0, 12), "val": Items(9, 6), "out": tmp_path}
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=r"0000009.* 0000000.* 3 of 6") as error:
         run(encoder, **inputs)
     assert error.value.hint == ("data.allow_overlap=true",)
     found, again = (run(encoder, **inputs, **{"data.allow_overlap": True}) for _ in range(2))
     assert {(r.dataset, r.settings["fitted_and_scored"]) for r in found} == {("Items-18", 3)}
+    dataset = open_sets(train=inputs["train"], val=inputs["val"])
+    few = ImageSubset(dataset.train(), (0, 10))
+    assert count_shared_files(few, dataset.val(), allowed=True) == 1
     assert again.records == found.records
     assert "already exist" in capsys.readouterr().err
 
@@ -522,6 +554,23 @@ def test_a_hub_dataset_is_named_after_its_repository_and_size(monkeypatch, root)
 
     assert hugging_face.HuggingFace(root=root).images().name == "photos-5"
     assert hugging_face.HuggingFace(root=root, name="mine").images().name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "val"),
+    [
+        (("test", "validation", "train"), "train", "validation"),
+        (("train", "test", "dev"), "train", "dev"),
+        (("test",), None, "test"),
+        (("photos", "others"), "photos", None),
+    ],
+)
+def test_splits_of_a_table_are_found_by_their_usual_names(monkeypatch, names, train, val):
+    table = table_of({})
+    monkeypatch.setattr(hugging_face, "load_tables", lambda *_: dict.fromkeys(names, table))
+    dataset = hugging_face.HuggingFace(root="org/photos")
+    found = [dataset.select_items(role) for role in ("train", "val")]
+    assert [one and one.split for one in found] == [train, val]
 
 
 def test_a_table_with_labels_and_masks_needs_a_choice():

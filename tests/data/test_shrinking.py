@@ -80,6 +80,9 @@ def test_an_unreadable_image_is_named_and_finished_copies_are_kept(photographs, 
     kept = out / "train/cat/wide.JPEG"
     inode = kept.stat().st_ino
     damaged.write_bytes(content)
+    orphan = out / f"val/.ssl-bench-{7:032x}.tmp"
+    orphan.touch()
+    os.utime(orphan, (0, 0))
     # An image that was replaced by an older file is copied again.
     turned = photographs / "turned.jpg"
     Image.new("RGB", (300, 40), "blue").save(turned)
@@ -87,6 +90,7 @@ def test_an_unreadable_image_is_named_and_finished_copies_are_kept(photographs, 
     (photographs / "train/cat/small.jpg").unlink()
     assert main(command) == 0
     assert kept.stat().st_ino == inode
+    assert not orphan.exists()
     assert read_image(out / "turned.jpg")[0, 0, 2] > 250
     assert "train/cat/small.jpg" in capsys.readouterr().err
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_bench.data.files.file_sets import LabelMap
 from ssl_bench.data.files.fingerprints import ReadOptions
 from ssl_bench.data.files.images import voc_colours
 from ssl_bench.data.layouts.toy_video import NUM_FRAMES, ToyVideo
@@ -114,6 +115,9 @@ def test_the_fingerprint_depends_on_frames_masks_and_numbers(tmp_path):
     list_videos(root, 2016)
     first = Davis(root).val().fingerprint()
     assert Davis(root, max_frames=3).val().fingerprint() != first
+    videos = Davis(root).val()
+    swapped = LabelMap({**videos.labels.classes, 1: 2, 2: 1}, "")
+    assert replace(videos, labels=swapped).fingerprint() != first
     options: dict[str, int] = {}
     assert_fingerprint_depends_on(
         lambda: Davis(root, **options).val(),
@@ -177,7 +181,7 @@ def own_videos(root: Path) -> Path:
 
 def test_user_frames_are_sorted_by_number_and_one_video_suffices(tmp_path):
     root = own_videos(tmp_path / "videos")
-    (root / ".hidden").mkdir()
+    write_frame(root / ".hidden/1.jpg", 0)
     (root / "empty").mkdir()
 
     videos = FrameFolders(root).val()
@@ -189,6 +193,9 @@ def test_user_frames_are_sorted_by_number_and_one_video_suffices(tmp_path):
     single = FrameFolders(root / "a").val()
     assert single.ids == ("a",)
     assert single[0].mask is not None
+    (root / "b").rename(root / "a10")
+    (root / "a").rename(root / "a9")
+    assert FrameFolders(root).val().ids == ("a9", "a10")
 
 
 def test_frames_and_masks_may_both_be_png(tmp_path):

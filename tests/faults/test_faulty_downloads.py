@@ -142,13 +142,17 @@ def test_web_pages_in_place_of_files_keep_partial_downloads(workdir, server):
 
 
 def test_a_full_disk_keeps_the_partial_download(workdir, server):
-    published = server.publish(CONTENT)
+    published = replace(server.publish(CONTENT), size=None)
     with small_files(CUT), pytest.raises(MachineError, match="File too large"):
         download(published, Path("file"))
     assert Path("file.part").read_bytes() == CONTENT[:CUT]
+    # Without a published size, the size of all bytes follows from those that remain.
+    server.cut_after = 7
+    with pytest.raises(MachineError, match=f"after {CUT + 7} of {len(CONTENT)}"):
+        download(published, Path("file"))
 
     assert download(published, Path("file")).read_bytes() == CONTENT
-    assert server.ranges == ["", f"bytes={CUT}-"]
+    assert server.ranges == ["", f"bytes={CUT}-", f"bytes={CUT + 7}-"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -207,12 +207,15 @@ def test_values_beyond_the_range_are_refused(workdir):
     path = write_file(png(stretch(GREY, 14)))
     with pytest.raises(UnreadableImage) as caught:
         read_image(path, 12)
-    assert caught.value.hint == ("data.bits=14",)
+    assert caught.value.hint == (caught.value.remedy,) == ("data.bits=14",)
 
     path = write_file(tif(stretch(GREY, 14), extratags=[(MAX_SAMPLE, 3, 1, 1023, True)]))
     with pytest.raises(UnreadableImage, match="1023") as caught:
         read_image(path)
-    assert caught.value.hint == ()
+    assert (caught.value.hint, caught.value.remedy) == ((), "")
+    # Masks use all bits.
+    deep = write_file(png(COLOURS.astype(np.uint16) * 257))
+    assert np.array_equal(read_mask_colours(deep), COLOURS)
 
 
 def test_every_fingerprint_depends_on_the_bits(tmp_path):
@@ -349,6 +352,14 @@ def test_masks_with_lossy_compression_are_refused(workdir, name):
         Image.fromarray(mask()).convert(mode).save(buffer, kind, **options)
         with pytest.raises(DataError, match=rf"\.png has the format {name}\b"):
             read(write_file(buffer.getvalue(), "mask.png"))
+
+
+# Chunks of an odd size are followed by a zero.
+@pytest.mark.parametrize("profile", [b"", b"odd"])
+def test_colour_masks_in_lossless_webp_are_read(workdir, profile):
+    buffer = io.BytesIO()
+    Image.fromarray(COLOURS).save(buffer, "WEBP", lossless=True, icc_profile=profile)
+    assert np.array_equal(read_mask_colours(write_file(buffer.getvalue())), COLOURS)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "AVIF"])

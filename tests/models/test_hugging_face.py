@@ -180,6 +180,8 @@ def test_random_weights_have_the_architecture_of_the_folder(tmp_path, arguments)
         assert "initialisation is unknown" in message_of(uri)
         return
     random, expected = load_encoder(uri), load_encoder(trained)
+    stated = load_encoder(f"random:mean=.4,std=.25:{trained}")
+    assert (stated.mean, stated.std) == ((0.4,) * 3, (0.25,) * 3)
     assert random.architecture == expected.architecture
     assert random.colours_from == expected.colours_from
     assert random.colours_from.startswith("assumed")
@@ -398,6 +400,9 @@ def test_a_transformers_dinov3_has_its_own_normalisation_and_depth(tmp_path, din
     encoder = load_encoder(folder)
     assert encoder.mean == pytest.approx(DINOV3_COLOURS["image_mean"])
     assert encoder.colours_from == "preprocessor_config.json"
-    # timm supports no other base of the rotary positions.
-    folder = dinov3_folder(tmp_path / "rotated", model, rope_theta=50.0)
-    assert "rope_theta=50.0" in message_of(folder)
+    # timm supports no other base of the rotary positions. Versions of transformers differ in its
+    # place.
+    places = ({"rope_theta": 50.0}, {"rope_parameters": {"rope_theta": 50.0}})
+    for number, stated in enumerate(places):
+        folder = dinov3_folder(tmp_path / f"rotated{number}", model, **stated)
+        assert "rope_theta=50.0" in message_of(folder)

@@ -1,7 +1,9 @@
 """Test that checkpoints of this suite and of timm are loaded, and that other files are refused."""
 
 import math
+import os
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from ssl_bench.models import (
     save_encoder,
 )
 from ssl_bench.models.loading.checkpoint import is_number, read_metadata
+from ssl_bench.models.loading.load import newest_checkpoint
 from ssl_bench.system.files import file_sha256
 from tests.support.faults import DINO_LIKE, LFS_POINTER
 from tests.support.foreign_weights import assert_same_weights, message_of, timm_model
@@ -121,9 +124,23 @@ def test_numbers_of_a_config_are_finite_and_below_a_billion():
 
 
 def test_errors_for_misspelt_files_name_the_similar_file(saved):
-    with pytest.raises(CheckpointError) as caught:
-        load_encoder(str(saved.with_name(f"a{saved.name}")))
-    assert caught.value.hint == ("--checkpoint", str(saved))
+    saved.with_name("mine.pth").touch()
+    for name, meant in ((f"a{saved.name}", saved.name), ("mime.pth", "mine.pth")):
+        with pytest.raises(CheckpointError) as caught:
+            load_encoder(str(saved.with_name(name)))
+        assert caught.value.hint == ("--checkpoint", str(saved.with_name(meant)))
+
+
+def test_the_newest_checkpoint_is_no_stored_epoch(saved, capsys):
+    runs = saved.parents[1]
+    for name, age in (("z/last", 9), ("run/epoch0001", 0)):
+        path = runs / f"{name}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        shutil.copy(saved, path)
+        os.utime(path, (10**9 - age, 10**9 - age))
+    os.utime(saved, (10**9 - 5, 10**9 - 5))
+    assert newest_checkpoint(runs) == str(saved)
+    assert "trained for 7 steps" in capsys.readouterr().err
 
 
 def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):

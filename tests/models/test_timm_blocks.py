@@ -324,6 +324,15 @@ class MapThenTokens(Blocks):
         return [super().forward(images)] * 2
 
 
+class RepeatedStage(Blocks):
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layer(super().forward(images))
+
+    def forward_intermediates(self, images: Tensor, intermediates_only: bool) -> list[Tensor]:
+        assert intermediates_only
+        return [super().forward(images)]
+
+
 def test_only_a_stage_of_equal_blocks_is_divided():
     model, state = Blocks(Block(), Block()).train(), torch.get_rng_state()
     assert trace_blocks(model).blocks == ("layer.0", "layer.1")
@@ -337,7 +346,9 @@ def test_only_a_stage_of_equal_blocks_is_divided():
     assert trace_blocks(Blocks(Block(), Block(inplace=True))).blocks == ("layer",)
 
 
-@pytest.mark.parametrize("model", [Blocks(Block(), stride=2), MapThenTokens()])
+@pytest.mark.parametrize(
+    "model", [Blocks(Block(), stride=2), MapThenTokens(), RepeatedStage(Block())]
+)
 def test_stages_with_unsupported_outputs_are_refused(model):
     with pytest.raises(UnsupportedBlocks):
         trace_blocks(model)

@@ -113,6 +113,7 @@ def test_the_hints_for_a_file_of_another_depth_load_it(tmp_path, name, changes):
     weights = weights_of(name, **changes)
     path = saved(tmp_path / "w.pth", weights)
     line = message_of(f"timm:{name}@{path}")
+    assert f"timm:{name} has 12" in line
 
     config = advised_config(line)
     config["model_args"] |= changes

@@ -133,16 +133,23 @@ def test_free_memory_is_the_smallest_remainder_of_all_cgroups(tmp_path, monkeypa
     for folder, limit, use in ((inner, "max", "1"), (inner.parent, "1000", "400")):
         (folder / "memory.max").write_text(limit)
         (folder / "memory.current").write_text(use)
-    read = Path.read_text
+    read, groups = Path.read_text, "3:cpu:/old\n2:memory:/old\n0::/job/step\n"
     monkeypatch.setattr(
         Path,
         "read_text",
-        lambda self: "0::/job/step\n" if str(self) == "/proc/self/cgroup" else read(self),
+        lambda self: groups if str(self) == "/proc/self/cgroup" else read(self),
     )
     assert process.free_host_memory() == 600
     # The system can free the cache of files.
     (inner.parent / "memory.stat").write_text("anon 300\nactive_file 30\ninactive_file 60\n")
     assert process.free_host_memory() == 690
+    # Version 1 has one tree of groups for each resource.
+    for kind, limit in (("memory", "900"), ("cpu", "500")):
+        folder = tmp_path / kind / "old"
+        folder.mkdir(parents=True)
+        (folder / "memory.limit_in_bytes").write_text(limit)
+        (folder / "memory.usage_in_bytes").write_text("400")
+    assert process.free_host_memory() == 500
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
