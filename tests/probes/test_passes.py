@@ -405,6 +405,19 @@ def test_features_of_known_and_new_images_are_combined_in_order():
     assert counter.images == 4
 
 
+def test_features_are_kept_up_to_a_quarter_of_the_free_memory(monkeypatch):
+    monkeypatch.setattr("ssl_bench.shared_features.free_host_memory", lambda: 4 * 40)
+    parts = {(layer, "token"): torch.zeros(2) for layer in (0, 1)}  # 16 bytes
+
+    assert [SharedFeatures(number).has_memory(parts) for number in (2, 3)] == [True, False]
+    shared = SharedFeatures(3)
+    for shared.keeps_new, digest in ((False, b"a"), (True, b"b"), (True, b"c"), (True, b"d")):
+        shared.add(digest, parts)
+    assert list(shared.by_image) == [b"b", b"c"]
+    shared.add(b"b", {(2, "token"): torch.zeros(2)})
+    assert [layer for layer, _ in shared.by_image[b"b"]] == [0, 1, 2]
+
+
 def test_the_trial_pass_of_an_extractor_is_not_shared():
     encoder, shared = tiny(), SharedFeatures(num_images=4)
     counter = Counter(encoder)
