@@ -180,10 +180,19 @@ def test_calls_run_a_limited_number_ahead_and_keep_their_order():
 
 def test_only_features_used_since_the_last_corruption_are_kept(encoder):
     features = FeatureCache()
-    features.select(encoder, "segmentation", "photographs")
-    features["images"] = "features"
+    for selected in (
+        (encoder, "segmentation", "others"),
+        (tiny(seed=1), "segmentation", "others"),
+        (encoder, "segmentation", "others"),
+        (encoder, "classification", "others"),
+        (encoder, "classification", "photographs"),
+    ):
+        features.select(*selected)
+        assert not features
+        features["images"] = "features"
+        features.select(*selected)
+        assert features
     features.select(encoder, "classification", "others")
-    features["images"] = "features"
     for name in ("snow:1", "fog:1", "snow:2"):
         features.select(encoder, "classification", "photographs", name)
         features.setdefault("train", "features")

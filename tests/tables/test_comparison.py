@@ -145,6 +145,7 @@ def test_tables_name_their_seed_and_encoders_without_a_best_block(store):
     assert [table.title.rpartition(", ")[2] for table in tables] == ["seed 0", "seed 7"]
     # A single block is no choice.
     assert [table.without_best for table in tables] == [("skip",), ("skip",)]
+    assert compare(store, "a")[0].names == ("skip", "last block")
     assert [row.name for row in tables[0].rows] == ["0", "last (1, 0)"]
     (mark,) = tables[0].sheet().marks
     assert mark.startswith("†")

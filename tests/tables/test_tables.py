@@ -19,7 +19,7 @@ from ssl_bench.report.panels import list_checkpoints
 from ssl_bench.results import Baseline
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
-from ssl_bench.tables.entries import dagger, mean_entry, provenance, settings_digest
+from ssl_bench.tables.entries import dagger, mean_entry, model_names, provenance, settings_digest
 from ssl_bench.tables.sheets import (
     NO_VALUE,
     Cell,
@@ -30,6 +30,7 @@ from ssl_bench.tables.sheets import (
 )
 from tests.core.test_results import RECORD
 from tests.support.faults import expect_error, small_files
+from tests.support.report_cells import cell, known_as
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
 NAMES = tuple(sorted(f"skip {record.encoder_id[:6]}" for record in (RECORD, SKIPLESS)))
@@ -89,6 +90,16 @@ def test_checkpoints_with_the_same_name_have_separate_table_columns():
     tables = depth_tables([first, second, replace(first, metric="detection_rate")])
 
     assert [table.columns for table in tables] == [NAMES, NAMES[:1]]
+    # The name of the third encoder is that of the first one with the digits of its id.
+    a, b, c, _ = ids = [known_as(letter) for letter in "abcd"]
+    models = ("run", "run", f"run {a[:6]}", "other")
+    cells = [
+        cell(model=model, checkpoint_sha256=letter * 64)
+        for model, letter in zip(models, "abcd", strict=True)
+    ]
+    names = (f"run {a[:6]} {a}", f"run {b[:6]}", f"run {a[:6]} {c}", "other")
+    assert model_names(cells) == dict(zip(ids, names, strict=True))
+    assert {*depth_tables(cells)[0].columns} == {*names}
 
 
 def test_the_percentage_of_degenerate_images_follows_the_value():
