@@ -230,7 +230,7 @@ def test_a_damaged_archive_is_reported(published, tmp_path, capsys):
     assert not (root / ".ssl-bench").exists()
 
 
-def test_a_zip_with_invalid_compressed_data_is_damaged(tmp_path):
+def test_invalid_or_incomplete_compressed_data_is_damaged(tmp_path):
     path = tmp_path / "a.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as zipped:
         zipped.writestr("x", bytes(5000))
@@ -239,8 +239,14 @@ def test_a_zip_with_invalid_compressed_data_is_damaged(tmp_path):
     content[31] = 0xFF
     path.write_bytes(content)
 
-    with pytest.raises(DataError, match="is damaged"):
-        data_command.unpack(path, tmp_path / "out")
+    cut = tmp_path / "a.tar.gz"
+    with tarfile.open(cut, "w:gz") as archive:
+        archive.add(path, "x")
+    cut.write_bytes(cut.read_bytes()[:60])
+
+    for damaged in (path, cut):
+        with pytest.raises(DataError, match="is damaged"):
+            data_command.unpack(damaged, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,9 @@ def test_json_and_csv_contain_the_provenance_of_every_number():
     seeds = [first, replace(first, seed=1, value=20.0)]
     undefined = replace(RECORD, layer=4, value=math.nan, ci95=(math.nan, math.nan))
 
-    tables = depth_tables([*seeds, undefined, replace(RECORD, task="pca")])
+    zero = replace(RECORD, task="pca", ci95=(0.0, 45.5), details={"degenerate_percent": 0.0})
+
+    tables = depth_tables([*seeds, undefined, zero])
     other, table = json.loads(render_tables(tables, "json"))
     rows = list(csv.DictReader(io.StringIO(render_tables(tables, "csv"))))
 
@@ -139,6 +141,11 @@ def test_json_and_csv_contain_the_provenance_of_every_number():
         ("pca", "3", "40.0"),
         ("tokencut", "3", "15.0"),
         ("tokencut", "4", "nan"),
+    ]
+    names = ("low_95", "high_95", "degenerate_percent", "num_images", "seeds")
+    assert [[row[name] for name in names] for row in rows[:2]] == [
+        ["0.0", "45.5", "0.0", "60", "0"],
+        ["35.0", "45.5", "", "60", "0 1"],
     ]
     assert (other["task"], table["task"]) == ("pca", "tokencut")
     assert (table["metric"], table["settings"]) == ("corloc", {"tau": 0.2})
