@@ -593,6 +593,10 @@ def test_blocks_with_equal_values_are_all_the_best():
         (line,) = panels(*records)[0].lines
         assert line.best_blocks_text == text
         assert [point.layer for point in line.marked_entries] == marked
+    degenerate = {"details": {"degenerate_percent": 90.0}}
+    for make, changes, text in ((plain, {}, "block 1"), (cell, degenerate, "block 1, degenerate")):
+        records = [replace(make(layer=layer), **changes) for layer in (0, 1)]
+        assert panels(*records)[0].lines[0].best_blocks_text == text
 
 
 def test_pictures_come_first_if_no_task_has_labels(tmp_path):
