@@ -138,6 +138,7 @@ def test_downloads_are_unpacked_once_and_pass_the_check(
     said = capsys.readouterr().out
     assert "train      4 images of 4 published, sample of 4 read: ok" in said
     assert "discovery  7 images of 7 published" in said
+    assert "classes    21: background, aeroplane, bicycle" in said
     (root / f"voc.{kind}").unlink()
     assert download(root) == 0
     assert server.ranges == [""]
@@ -229,7 +230,7 @@ def test_a_damaged_archive_is_reported(published, tmp_path, capsys):
     assert not (root / ".ssl-bench").exists()
 
 
-def test_a_zip_with_invalid_compressed_data_is_damaged(tmp_path):
+def test_invalid_or_incomplete_compressed_data_is_damaged(tmp_path):
     path = tmp_path / "a.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as zipped:
         zipped.writestr("x", bytes(5000))
@@ -238,8 +239,14 @@ def test_a_zip_with_invalid_compressed_data_is_damaged(tmp_path):
     content[31] = 0xFF
     path.write_bytes(content)
 
-    with pytest.raises(DataError, match="is damaged"):
-        data_command.unpack(path, tmp_path / "out")
+    cut = tmp_path / "a.tar.gz"
+    with tarfile.open(cut, "w:gz") as archive:
+        archive.add(path, "x")
+    cut.write_bytes(cut.read_bytes()[:60])
+
+    for damaged in (path, cut):
+        with pytest.raises(DataError, match="is damaged"):
+            data_command.unpack(damaged, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -262,6 +269,7 @@ def test_a_check_finds_missing_and_unreadable_files(published, tmp_path, change,
     assert said in out
     assert said in err
     assert f"ssl-bench data download voc2012 --data-root {root}" in err
+    assert ("`--subset`" in err) == ("images, expected" in said)
     assert err.count("\n") == 1
     assert check(root, "--json") == 3
     splits = json.loads(capsys.readouterr().out)["splits"]
@@ -316,3 +324,4 @@ def test_the_recommended_splits_of_a_folder_are_accepted(tmp_path, capsys, folde
     hint = re.findall(r"dataset\.\w+_split=\S+%", capsys.readouterr().err)
     assert len(hint) == 2
     assert main([*words, *hint]) == 0
+    assert re.search(r"^classes +2: cat, dog$", capsys.readouterr().out, re.MULTILINE)

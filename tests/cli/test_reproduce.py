@@ -35,6 +35,7 @@ from ssl_bench.composition.compose import compose_config, flatten_config
 from ssl_bench.errors import ConfigurationError, DataError, Preempted
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.published import PublishedTable, load_published_tables
+from ssl_bench.tables.run_logs import read_run_measure
 from tests.support.faults import photo_folder, picture, unchecked_types, voc
 from tests.support.faults import records as recorded
 from tests.support.places import one_of
@@ -295,6 +296,9 @@ def test_a_run_is_finished_after_its_epochs_or_its_steps(tmp_path):
     for number, (train, is_finished) in enumerate(cases.items()):
         folder = run_folder(tmp_path / str(number), step=20, epoch=2.0, train=f"{{{train}}}")
         assert read_run_state(folder) == (20, is_finished), train
+        rows = [{"step": step, "epoch": 0, "loss": 2.0} for step in range(1, 21)]
+        (folder / "log.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        assert read_run_measure("loss_100", folder) == (2.0 if is_finished else None)
 
 
 @pytest.mark.parametrize("train", ["{}", "[", "{epochs: many, max_steps: 1}"])

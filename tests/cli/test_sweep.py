@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,11 @@ def test_the_plan_counts_the_results_that_a_probe_left(workdir, capsys):
     rows = [(job["model"], job["layers"], job["cells"], job["pending"]) for job in plan["jobs"]]
     assert rows == [("one", [0, 1], 2, 2), ("two", [0, 1], 2, 1)]
     assert (plan["cells"], plan["pending"]) == (4, 3)
+    # A result without its figure is computed again.
+    last = [*PHOTOS, "--checkpoint", "runs/two", "--layer", "1"]
+    assert planned(capsys, *last)["pending"] == 0
+    shutil.rmtree("results/pictures")
+    assert planned(capsys, *last)["pending"] == 1
     # Other settings need other results.
     other = [word.replace("=32", "=40") for word in PHOTOS]
     assert planned(capsys, *other, "--checkpoint", "runs/*")["pending"] == 4
@@ -81,6 +87,22 @@ def test_the_plan_counts_the_results_that_a_probe_left(workdir, capsys):
     shown, said = capsys.readouterr()
     assert f"will be computed again: {path}: " in said
     assert shown.splitlines()[-1] == "2 jobs, 4 scores: 0 finished, 4 pending"
+
+
+def test_the_printed_plan_names_each_encoder_and_the_blocks_of_each_job(workdir, capsys):
+    encoder_file(workdir / "other/one/last.safetensors", seed=2)
+    words = ["--task", "tokencut", *PHOTOS[2:6], "--checkpoint", "runs/*", "--checkpoint"]
+
+    assert main(["sweep", *words, "other/one", "--jobs", "4", "--dry-run"]) == 0
+
+    _, *rows, total, _ = capsys.readouterr().out.splitlines()
+    ones = {row[:12] for row in rows if row.startswith("one")}
+    assert len(ones) == 2
+    assert all(re.fullmatch("one [0-9a-f]{8}", name) for name in ones)
+    assert [re.split("  +", row) for row in rows if row.startswith("two")] == [
+        ["two", f"tokencut, blocks {block}", "folder all", "0", "1"] for block in (0, 1)
+    ]
+    assert total == "6 jobs, 6 scores: 0 finished, 6 pending"
 
 
 @pytest.mark.parametrize(
@@ -384,7 +406,8 @@ def test_an_array_with_a_task_for_each_job_is_submitted(workdir, cluster, capsys
     assert main([*sweep, "--dry-run"]) == 0
     *plan, array = capsys.readouterr().out.splitlines()
     assert "4 pending" in plan[-1]
-    for setting in ("2 tasks", "timeout_min=90", "cpus_per_task=8", "slurm_partition=short"):
+    settings = ("2 tasks", "timeout_min=90", "gpus_per_node=1", "cpus_per_task=8")
+    for setting in (*settings, "slurm_partition=short"):
         assert setting in array
     assert not cluster.exists()
     assert not Path("results").exists()
@@ -401,7 +424,7 @@ def test_an_array_with_a_task_for_each_job_is_submitted(workdir, cluster, capsys
     # With more tasks than probes, tasks share the blocks of a probe.
     blocks = ["sweep", *PHOTOS[2:6], "--task", "tokencut", "--checkpoint", "runs/*"]
     assert main([*blocks, "--slurm", "--jobs", "3"]) == 0
-    assert "#SBATCH --array=0-3%4" in cluster.read_text().splitlines()
+    assert {"#SBATCH --array=0-3%4", "#SBATCH --time=240"} <= {*cluster.read_text().splitlines()}
     assert "4 jobs submitted" in capsys.readouterr().err
 
 

@@ -7,6 +7,8 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet
@@ -15,6 +17,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore, to_pandas
 from ssl_bench.results import store as writing
+from ssl_bench.tables.sheets import as_parquet
 from tests.core.test_results import RECORD
 
 REPOSITORY = Path(__file__).parents[2]
@@ -70,6 +73,15 @@ def test_parquet_has_the_rows_of_csv_and_is_not_printed(results, capsysbinary, m
     assert main(["table", "--format", "parquet"]) == 2
     (results / "records.parquet").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     assert main(["table"]) == 3
+
+
+def test_columns_of_parquet_have_one_type():
+    rows = [{"mixed": 1, "number": ""}, {"mixed": "x", "number": 2.5}, {"mixed": "", "number": 3}]
+    table: Any = SimpleNamespace(csv_rows=lambda: rows)
+
+    read = pyarrow.parquet.read_table(io.BytesIO(as_parquet([table])))
+
+    assert read.to_pydict() == {"mixed": ["1", "x", None], "number": [None, 2.5, 3.0]}
 
 
 def test_packed_records_are_read_like_files(tmp_path, capsys):

@@ -72,8 +72,8 @@ def test_the_order_of_component_overrides_does_not_matter():
 @pytest.mark.parametrize(
     ("task", "overrides", "hint"),
     [
-        ("segmentation", ["probe.training.c_values=[1]"], "probe.training=lbfgs"),
-        ("classification", ["probe.training.epochs=3"], "probe.training=sgd"),
+        ("segmentation", ["probe.training.c_values=[1]"], "use `probe.training=lbfgs`"),
+        ("classification", ["probe.training.epochs=3"], "use `probe.training=sgd`"),
         ("segmentation", ["probe.protocol=capi", "probe.training.epochs=3"], "training=adamw"),
         ("tokencut", ["probe.image_size=128"], "`probe.longer_side=VALUE`"),
         ("segmentation", ["probe.loss=histogramm"], "`probe.loss=histogram`"),

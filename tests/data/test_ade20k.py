@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data import samples
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.errors import DataError
@@ -48,12 +49,15 @@ def test_masks_that_were_already_shifted_are_refused(root, value, kind):
         Ade20k(root).train()[0]
 
 
-def test_class_names_come_from_the_table_of_the_download(root):
+def test_class_names_come_from_the_table_of_the_download(root, capsys):
     assert Ade20k(root).val().class_names[::149] == ("class_0", "class_149")
 
     rows = [f"{n}\t0.1\t9\t9\tthing {n}, other word" for n in range(1, 151)]
     (root / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tName", *rows]))
     assert Ade20k(root).val().class_names[::149] == ("thing 1", "thing 150")
+    for folder in (root, root.parent):
+        assert main(["data", "check", "ade20k", "--data-root", str(folder), "--subset"]) == 0
+        assert "classes    150: thing 1, thing 2, " in capsys.readouterr().out
 
 
 def test_the_name_counts_all_images_of_both_splits(root, monkeypatch):

@@ -21,8 +21,6 @@ from ssl_bench.errors import DataError, MachineError
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.results.record import text_with_digest
 from ssl_bench.system.files import TILES
-from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.entries import model_names
 from tests.core.test_results import RECORD
 from tests.support.faults import (
     Mark,
@@ -190,17 +188,6 @@ def test_pickled_per_image_values_are_never_run(tmp_path, capsys):
 
 
 def test_encoders_of_the_same_name_are_distinguished_in_tables(workdir, capsys):
-    found = [
-        cell(model="run"),
-        cell(model="run", checkpoint_sha256="b" * 64),
-        cell(model="run aaaaaa", checkpoint_sha256="c" * 64),
-        cell(model="run", checkpoint_sha256="aaaaaa" + "d" * 58),
-    ]
-    names = model_names(found)
-    assert len(set(names.values())) == len(names) == 4
-    (table,) = depth_tables(found)
-    assert all(len(entry.records) == 1 for entry in table.entries.values())
-
     voc(workdir)
     for seed, folder in enumerate(("one", "other")):
         (workdir / folder / "run").mkdir(parents=True)

@@ -180,10 +180,19 @@ def test_calls_run_a_limited_number_ahead_and_keep_their_order():
 
 def test_only_features_used_since_the_last_corruption_are_kept(encoder):
     features = FeatureCache()
-    features.select(encoder, "segmentation", "photographs")
-    features["images"] = "features"
+    for selected in (
+        (encoder, "segmentation", "others"),
+        (tiny(seed=1), "segmentation", "others"),
+        (encoder, "segmentation", "others"),
+        (encoder, "classification", "others"),
+        (encoder, "classification", "photographs"),
+    ):
+        features.select(*selected)
+        assert not features
+        features["images"] = "features"
+        features.select(*selected)
+        assert features
     features.select(encoder, "classification", "others")
-    features["images"] = "features"
     for name in ("snow:1", "fog:1", "snow:2"):
         features.select(encoder, "classification", "photographs", name)
         features.setdefault("train", "features")
@@ -403,6 +412,19 @@ def test_features_of_known_and_new_images_are_combined_in_order():
         plain = FeatureExtractor(encoder, **some)(images[:1])
         assert all(torch.equal(found[layer]["token"], plain[layer]["token"]) for layer in plain)
     assert counter.images == 4
+
+
+def test_features_are_kept_up_to_a_quarter_of_the_free_memory(monkeypatch):
+    monkeypatch.setattr("ssl_bench.shared_features.free_host_memory", lambda: 4 * 40)
+    parts = {(layer, "token"): torch.zeros(2) for layer in (0, 1)}  # 16 bytes
+
+    assert [SharedFeatures(number).has_memory(parts) for number in (2, 3)] == [True, False]
+    shared = SharedFeatures(3)
+    for shared.keeps_new, digest in ((False, b"a"), (True, b"b"), (True, b"c"), (True, b"d")):
+        shared.add(digest, parts)
+    assert list(shared.by_image) == [b"b", b"c"]
+    shared.add(b"b", {(2, "token"): torch.zeros(2)})
+    assert [layer for layer, _ in shared.by_image[b"b"]] == [0, 1, 2]
 
 
 def test_the_trial_pass_of_an_extractor_is_not_shared():

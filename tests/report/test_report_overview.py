@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from probes.pictures import draw_tile, save_sheet
 from ssl_bench.composition.choices import choices
@@ -187,10 +188,27 @@ def test_the_leaderboard_names_a_baseline_that_is_not_significantly_exceeded(tmp
     assert "is best in" not in page
     page = write_page(tmp_path / "clear", clear, low)
     assert "is best in 1 of 1 comparisons: tokencut on toy." in page
+    assert "No encoder is significantly" not in page
     page = Elements(write_page(tmp_path / "single", clear)).text
     assert "centre box 55.0" in page
     assert "not above baseline" not in page
     assert "significantly above" not in page
+
+
+def test_the_leaderboard_names_three_encoders_that_are_best_most_often():
+    winners = (0, 1, 1, 2, 3)
+    records = [
+        cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}", dataset=f"d{n}", value=value)
+        for n, winner in enumerate(winners)
+        for i in range(4)
+        for value in [60.0 if i == winner else 20.0]
+    ]
+
+    assert summarize_leaderboard(panels(*records)) == [
+        "m1 is best in 2 of 5 comparisons: tokencut on d1 and tokencut on d2.",
+        "m0 is best in 1 of 5 comparisons: tokencut on d0.",
+        "m2 is best in 1 of 5 comparisons: tokencut on d3.",
+    ]
 
 
 def test_the_leaderboard_names_settings_that_do_not_exceed_baselines():
@@ -480,6 +498,7 @@ def test_viewers_list_both_checkpoints_and_start_at_the_last_block(tmp_path):
     second = replace(first, prefixes={n: f"pictures/other/block{n}/" for n in (0, 3)})
     for one in (first, second, other):
         save_pictures(tmp_path, *(p.removeprefix("pictures/")[:-4] for p in one.paths()))
+    Image.new("RGB", (8, 6)).save(tmp_path / "pictures/other/block3/a#b.png")
     files = PictureFiles(tmp_path)
     files.list_below("pictures")
 
@@ -495,6 +514,9 @@ def test_viewers_list_both_checkpoints_and_start_at_the_last_block(tmp_path):
     assert [side["address"] for side in viewer["sides"]] == [
         *("pictures/pca/block3/a%23b.png", "pictures/other/block3/a%23b.png"),
     ]
+    assert [side["size"][:2] for side in viewer["sides"]] == [(4, 3), (8, 6)]
+    alt = "pca on toy, protocol image, block 3, image a#b"
+    assert [side["alt"] for side in viewer["sides"]] == [f"skip, {alt}", f"b, {alt}"]
     assert viewer["data"] == {
         "what": "pca on toy, protocol image",
         "layers": [0, 3],
@@ -571,6 +593,10 @@ def test_blocks_with_equal_values_are_all_the_best():
         (line,) = panels(*records)[0].lines
         assert line.best_blocks_text == text
         assert [point.layer for point in line.marked_entries] == marked
+    degenerate = {"details": {"degenerate_percent": 90.0}}
+    for make, changes, text in ((plain, {}, "block 1"), (cell, degenerate, "block 1, degenerate")):
+        records = [replace(make(layer=layer), **changes) for layer in (0, 1)]
+        assert panels(*records)[0].lines[0].best_blocks_text == text
 
 
 def test_pictures_come_first_if_no_task_has_labels(tmp_path):

@@ -155,13 +155,17 @@ def test_metrics_without_a_best_block_have_no_summary_or_counts(tmp_path):
     assert "Correct images" not in page
 
 
-def test_pairs_of_many_checkpoints_must_be_requested():
-    few, many = (
-        list_checkpoints([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(count)])
-        for count in (4, 7)
-    )
+def test_pairs_of_many_checkpoints_must_be_requested(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    records = [cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(7)]
+    few, many = (list_checkpoints(records[:count]) for count in (6, 7))
+    for record in records:
+        store.save(record)
+    for words in ([], ["--pair", "m6", "m0"]):
+        assert main(["report", "--out", str(tmp_path), *words]) == 0
+        assert ("--pair A B" in capsys.readouterr().err) == (not words)
 
-    assert len(choose_pairs(few, [])) == 6
+    assert len(choose_pairs(few, [])) == 15
     assert choose_pairs(many, []) == []
     (pair,) = choose_pairs(many, [(known_as("6"), known_as("0"))])
     assert (pair.first.name, pair.second.name) == ("m6", "m0")

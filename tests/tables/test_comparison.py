@@ -145,6 +145,7 @@ def test_tables_name_their_seed_and_encoders_without_a_best_block(store):
     assert [table.title.rpartition(", ")[2] for table in tables] == ["seed 0", "seed 7"]
     # A single block is no choice.
     assert [table.without_best for table in tables] == [("skip",), ("skip",)]
+    assert compare(store, "a")[0].names == ("skip", "last block")
     assert [row.name for row in tables[0].rows] == ["0", "last (1, 0)"]
     (mark,) = tables[0].sheet().marks
     assert mark.startswith("†")
@@ -206,7 +207,8 @@ def test_one_metric_of_a_task_is_compared_by_default(store, cli, cli_json):
     every = {"miou_holdout", "miou_oracle", "pixel_accuracy"}
     for metric in every:
         for sha in "ad":
-            save(store, sha, {0: counts}, task="segmentation", metric=metric, facet="token")
+            blocks = {0: counts, 1: counts}
+            save(store, sha, blocks, task="segmentation", metric=metric, facet="token")
 
     for words, metrics in (
         ((), {"miou_holdout"}),
@@ -215,6 +217,7 @@ def test_one_metric_of_a_task_is_compared_by_default(store, cli, cli_json):
     ):
         assert {table["metric"] for table in cli_json(*PAIR, *words)} == metrics
         assert ("--all-metrics" in cli(*PAIR, *words).err) == (not words)
+    assert "averages over the classes" not in cli(*PAIR).out
 
 
 @pytest.mark.parametrize(("dataset", "code"), [("other", 3), ("nowhere", 2)])

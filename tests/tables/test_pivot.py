@@ -227,6 +227,11 @@ COLUMNS = (
         ["toy, reference", "toy, reference, tau=0.3"],
     ),
     ([{"split": "train"}], ["toy, val", "toy, train"]),
+    # The setting b only differs from that of a column of another name.
+    (
+        [{"dataset": "voc", "settings": {"a": a, "b": 0}} for a in (1, 2)],
+        ["toy", "voc, a=1", "voc, a=2"],
+    ),
 )
 
 

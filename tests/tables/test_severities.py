@@ -3,6 +3,7 @@
 They must also show how far a score drops below the clean score.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -140,6 +141,16 @@ def test_a_score_below_the_baseline_has_no_drop():
     assert table.drop(0) == pytest.approx(25.0)
     assert table.drop(1) is None
     assert table.sheet().rows[1][-1].text == NO_VALUE
+
+
+def test_undefined_scores_have_no_drop():
+    (table,) = severity_tables(
+        corrupted_blocks((80.0, math.nan, 60.0), (math.nan, 60.0, 60.0), (50.0, 40.0, 30.0))
+    )
+
+    assert [table.drop(layer) for layer in table.rows] == [None, None, pytest.approx(30.0)]
+    assert table.most_robust_layers == {2}
+    assert [row["drop"] for row in table.csv_rows()[::3]] == ["", "", pytest.approx(30.0)]
 
 
 def test_there_is_no_drop_when_higher_is_not_better():

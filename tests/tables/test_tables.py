@@ -19,7 +19,7 @@ from ssl_bench.report.panels import list_checkpoints
 from ssl_bench.results import Baseline
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
-from ssl_bench.tables.entries import dagger, mean_entry, provenance, settings_digest
+from ssl_bench.tables.entries import dagger, mean_entry, model_names, provenance, settings_digest
 from ssl_bench.tables.sheets import (
     NO_VALUE,
     Cell,
@@ -30,6 +30,7 @@ from ssl_bench.tables.sheets import (
 )
 from tests.core.test_results import RECORD
 from tests.support.faults import expect_error, small_files
+from tests.support.report_cells import cell, known_as
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
 NAMES = tuple(sorted(f"skip {record.encoder_id[:6]}" for record in (RECORD, SKIPLESS)))
@@ -89,6 +90,16 @@ def test_checkpoints_with_the_same_name_have_separate_table_columns():
     tables = depth_tables([first, second, replace(first, metric="detection_rate")])
 
     assert [table.columns for table in tables] == [NAMES, NAMES[:1]]
+    # The name of the third encoder is that of the first one with the digits of its id.
+    a, b, c, _ = ids = [known_as(letter) for letter in "abcd"]
+    models = ("run", "run", f"run {a[:6]}", "other")
+    cells = [
+        cell(model=model, checkpoint_sha256=letter * 64)
+        for model, letter in zip(models, "abcd", strict=True)
+    ]
+    names = (f"run {a[:6]} {a}", f"run {b[:6]}", f"run {a[:6]} {c}", "other")
+    assert model_names(cells) == dict(zip(ids, names, strict=True))
+    assert {*depth_tables(cells)[0].columns} == {*names}
 
 
 def test_the_percentage_of_degenerate_images_follows_the_value():
@@ -119,7 +130,9 @@ def test_json_and_csv_contain_the_provenance_of_every_number():
     seeds = [first, replace(first, seed=1, value=20.0)]
     undefined = replace(RECORD, layer=4, value=math.nan, ci95=(math.nan, math.nan))
 
-    tables = depth_tables([*seeds, undefined, replace(RECORD, task="pca")])
+    zero = replace(RECORD, task="pca", ci95=(0.0, 45.5), details={"degenerate_percent": 0.0})
+
+    tables = depth_tables([*seeds, undefined, zero])
     other, table = json.loads(render_tables(tables, "json"))
     rows = list(csv.DictReader(io.StringIO(render_tables(tables, "csv"))))
 
@@ -128,6 +141,11 @@ def test_json_and_csv_contain_the_provenance_of_every_number():
         ("pca", "3", "40.0"),
         ("tokencut", "3", "15.0"),
         ("tokencut", "4", "nan"),
+    ]
+    names = ("low_95", "high_95", "degenerate_percent", "num_images", "seeds")
+    assert [[row[name] for name in names] for row in rows[:2]] == [
+        ["0.0", "45.5", "0.0", "60", "0"],
+        ["35.0", "45.5", "", "60", "0 1"],
     ]
     assert (other["task"], table["task"]) == ("pca", "tokencut")
     assert (table["metric"], table["settings"]) == ("corloc", {"tau": 0.2})
