@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from probes.features.training_images import TrainingSplit
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import build, has_key
+from ssl_bench.composition.compose import build, has_key, list_protocols
 from ssl_bench.data.samples import ROLE_ANNOTATIONS, datasets_with
 from ssl_bench.errors import DataError
 from ssl_bench.models import load_encoder
@@ -285,6 +285,20 @@ def test_wrong_datasets_and_blocks_are_refused_before_a_result(task, capsys):
             role = reduced_plan(task)[0].role
             assert all(other in line for other in supporting_datasets(role))
     assert not list(Path(refused).rglob("*.json"))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_protocol_can_use_the_only_size_of_an_encoder(task):
+    base = build(probing_config(task, "toy", ()), "probe")
+    for name in list_protocols(task, type(base)) or [None]:
+        options = [] if name is None else [f"probe.protocol={name}"]
+        probe = build(probing_config(task, "toy", options), "probe")
+        adapted = probe.with_squares(48)
+        assert not adapted.resize.keep_aspect_ratio
+        assert adapted.resize.square_side((48, 48)) == 48
+        # Squares of the native size need no setting.
+        has_native_size = probe.resize.side is None and not probe.resize.keep_aspect_ratio
+        assert (adapted == probe) == has_native_size
 
 
 @pytest.mark.parametrize("task", TASKS)
