@@ -200,6 +200,7 @@ def test_runs_save_one_record_per_result_and_every_figure(task, workdir):
     settings = json.loads(json.dumps(probe.settings()))
     for record in records(task, workdir):
         assert record.task == task
+        assert "$" not in "".join(record.details.get("guesses", ())), "a name is not replaced"
         assert settings.items() <= json.loads(json.dumps(dict(record.settings))).items()
     figures = list((folder / "pictures").rglob("*"))
     for name in probe.pictures((0, 1, 2), probe.split(planned.dataset), seed=0):
