@@ -367,7 +367,10 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
     )
 
     # The baseline is the mean depth of the training images, resized to the size of each image.
-    run_of_split = DepthRun(SMALL, context_of(encoder, DepthFolders(folders), (0, 1), tmp_path))
+    context = context_of(encoder, DepthFolders(folders), (0, 1), tmp_path, seed=3)
+    assert DepthRun(SMALL, context).training.seed == 3
+    run_of_split = DepthRun(replace(SMALL, norm="final"), replace(context, seed=0))
+    assert not run_of_split.training.standardize
     trained = [5 - number for number in range(6) if 5 - number not in run_of_split.split.held_out]
     assert details["guesses"] == [f"{SMALL.epochs} times"]
     expected = np.mean([1.0 + 0.5 * number for number in trained])
