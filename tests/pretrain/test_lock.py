@@ -169,9 +169,11 @@ def test_a_lock_of_an_unknown_process_is_respected(tmp_path, monkeypatch, number
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with pytest.raises(ConfigurationError, match="another process") as caught:
-        with lock_folder(tmp_path / "run"):
-            pass
+    with (
+        pytest.raises(ConfigurationError, match="another process") as caught,
+        lock_folder(tmp_path / "run"),
+    ):
+        pass
     assert caught.value.hint == ("--out", "{folder}")
 
 

@@ -346,7 +346,9 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
     orphan.parent.mkdir(parents=True)
     orphan.touch()
     os.utime(orphan, (0, 0))
-    probe = replace(SMALL, keep_minutes=0, cache=str(tmp_path / "cache"), guesses=["$epochs times"])
+    probe = replace(
+        SMALL, keep_minutes=0.0, cache=str(tmp_path / "cache"), guesses=["$epochs times"]
+    )
     records = {(r.layer, r.metric): r for r in run(probe, folders, encoder, tmp_path)}
     assert not list(orphan.parent.iterdir())
 
