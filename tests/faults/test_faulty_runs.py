@@ -415,6 +415,17 @@ def test_a_disk_that_fills_during_saving_keeps_no_partial_state(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
+def test_the_latest_two_states_of_a_run_are_kept_with_their_digests(tmp_path):
+    for step in (1, 2, 3):
+        save_state(tmp_path, {"step": step})
+
+    names = ("state.pt", "state.previous.pt")
+    lines = [f"{file_sha256(tmp_path / name)}  {name}" for name in names]
+    assert (tmp_path / "state.pt.sha256").read_text().splitlines() == lines
+    steps = [torch.load(tmp_path / name, weights_only=True)["step"] for name in names]
+    assert steps == [3, 2]
+
+
 # Images that cannot be read. The first step uses images 2 and 0. The second step uses 1 and 3.
 
 

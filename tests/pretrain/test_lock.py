@@ -163,6 +163,20 @@ def test_a_file_system_without_locks_is_reported_once(tmp_path, capsys, monkeypa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EAGAIN])
+def test_a_lock_of_an_unknown_process_is_respected(tmp_path, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with (
+        pytest.raises(ConfigurationError, match="another process") as caught,
+        lock_folder(tmp_path / "run"),
+    ):
+        pass
+    assert caught.value.hint == ("--out", "{folder}")
+
+
 def test_a_run_that_cannot_begin_leaves_no_folder(workdir, capsys):
     words = ("train.batch_size=3", "train.accumulation=2")
     expect_error(capsys, pretraining(workdir / "photos", "run", *words), 2)

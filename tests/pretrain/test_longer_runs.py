@@ -148,13 +148,14 @@ def test_overwrite_deletes_the_kept_encoders(kept, root, tmp_path):
     "name", [CONFIG, LOG, ENCODER, STATE, PREVIOUS, "state.new.pt", "epoch0003.safetensors"]
 )
 def test_every_file_of_a_run_is_kept_until_overwrite(tmp_path, name):
-    for file in (name, "notes.txt"):
+    digests, temporary = f"{STATE}.sha256", f".ssl-bench-{7:032x}.tmp"
+    for file in (name, "notes.txt", digests, temporary):
         (tmp_path / file).write_text("content")
     with pytest.raises(ConfigurationError) as caught:
         prepare_folder(tmp_path, resume=False, overwrite=False)
     assert {"--resume", "--overwrite"} <= {*caught.value.hint}
     prepare_folder(tmp_path, resume=True, overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {name, "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {name, "notes.txt", digests}
     prepare_folder(tmp_path, resume=False, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -341,7 +341,7 @@ def test_an_image_is_scored_by_its_heads_and_their_mean():
 def head_results(by_head: np.ndarray) -> list[ImageResult]:
     same = np.full(by_head.shape[1], 0.9)
     return [
-        ImageResult(row, float(row.mean()), {"centre box": 10.0}, True, same, same, False)
+        ImageResult(row, float(row.min()), {"centre box": 10.0}, True, same, same, False)
         for row in by_head
     ]
 
@@ -351,8 +351,11 @@ def test_the_head_of_an_image_is_chosen_on_other_images():
     # Two heads are nearly equal, so that different folds choose different heads.
     by_head[:, 2] += by_head[:, 0].mean() - by_head[:, 2].mean()
     by_head = by_head.clip(0, 100)
+    results = head_results(by_head)
+    without_object = {"has_object": False, "entropy": np.array([0.2, 0.35, 0.35])}
+    results[0] = replace(results[0], constant={"centre box": 21.0}, **without_object)
 
-    scores = {s.metric: s for s in block_scores(4, head_results(by_head), has_truth=True)}
+    scores = {s.metric: s for s in block_scores(4, results, has_truth=True)}
 
     order = np.random.default_rng(0).permutation(11)
     expected = np.empty(11)
@@ -363,10 +366,12 @@ def test_the_head_of_an_image_is_chosen_on_other_images():
     assert np.array_equal(np.asarray(scores["jaccard_holdout"].per_image), expected)
     assert np.array_equal(np.asarray(scores["jaccard_best_head"].per_image), by_head.max(1))
     assert np.array_equal(np.asarray(scores["jaccard"].per_image), by_head.mean(1))
+    assert np.array_equal(np.asarray(scores["jaccard_mean_map"].per_image), by_head.min(1))
     assert scores["jaccard"].details["best_head"] == by_head.mean(0).argmax()
-    assert scores["jaccard"].details["baseline"] == {"answer": "centre box", "value": 10}
+    assert scores["jaccard"].details["baseline"] == {"answer": "centre box", "value": 11}
+    assert {score.details.get("images_without_object", 1) for score in scores.values()} == {1}
     entropy = scores["entropy"]
-    assert (entropy.value, entropy.unit) == (pytest.approx(0.9), "")
+    assert (entropy.value, entropy.unit) == (pytest.approx((30 * 0.9 + 0.9) / 33), "")
 
 
 def test_the_interval_of_entropy_stays_below_1():
@@ -383,6 +388,7 @@ def test_the_interval_of_entropy_stays_below_1():
     assert 0 <= score.ci95[0] < 0.9 < score.ci95[1] <= 1
     assert score.details["degenerate_percent"] == 50
     assert score.details["by_head"] == pytest.approx([0.9])
+    assert score.details["patch_share_by_head"] == pytest.approx([0.45])
     assert score.details["patch_share_by_head"] == pytest.approx([0.45])
 
 

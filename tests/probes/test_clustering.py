@@ -161,6 +161,8 @@ def test_nine_of_ten_intervals_contain_the_true_agreement(strength):
         low, high = one["ami"] or (0, 0)
         assert low <= ami(table) <= high
         assert set(one) == {"ami", "ari"}
+        low, high = one["ari"] or (0, 0)
+        assert high - low < 0.3
 
 
 def test_intervals_need_three_images_for_each_pair():

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from probes.features.training_images import TrainingSplit
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import build, has_key
+from ssl_bench.composition.compose import build, has_key, list_protocols
 from ssl_bench.data.samples import ROLE_ANNOTATIONS, datasets_with
 from ssl_bench.errors import DataError
 from ssl_bench.models import load_encoder
@@ -51,6 +51,8 @@ VARIANTS = {
     "correspondence spair": ["probe.protocol=spair"],
     "segmentation lbfgs": ["probe.training=lbfgs"],
 }
+# Methods that read settings, but do not compute results with them.
+CHECKS = {"settings", "__post_init__", "__eq__", "__hash__", "__repr__"}
 # Fields of a record that describe the run and not the result.
 RUN_FIELDS = ("created", "seconds")
 supporting_datasets = cache(datasets_with)
@@ -163,9 +165,25 @@ def all_blocks(task: str, place: Path) -> Path:
 
     Repeated calls with the same `place` return the same folder without a new evaluation.
     """
-    del place
-    assert run(task, f"{task}/all") == 0
+    with pytest.MonkeyPatch.context() as patched:
+        kind, read = type(reduced_plan(task)[0]), read_settings(task, place)
+
+        def watch(probe: Any, name: str) -> Any:
+            code = sys._getframe(1).f_code
+            if name in code.co_names and code.co_name not in CHECKS:
+                read.add(name)
+            return object.__getattribute__(probe, name)
+
+        patched.setattr(kind, "__getattribute__", watch, raising=False)
+        assert run(task, f"{task}/all") == 0
     return Path(f"{task}/all").resolve()
+
+
+@cache
+def read_settings(task: str, place: Path) -> set[str]:
+    """Return the attributes of the probe that its evaluation by `all_blocks` reads by name."""
+    del task, place
+    return set()
 
 
 def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tuple, tuple]:
@@ -200,10 +218,21 @@ def test_runs_save_one_record_per_result_and_every_figure(task, workdir):
     settings = json.loads(json.dumps(probe.settings()))
     for record in records(task, workdir):
         assert record.task == task
+        assert "$" not in "".join(record.details.get("guesses", ())), "a name is not replaced"
         assert settings.items() <= json.loads(json.dumps(dict(record.settings))).items()
     figures = list((folder / "pictures").rglob("*"))
     for name in probe.pictures((0, 1, 2), probe.split(planned.dataset), seed=0):
         assert any(figure.as_posix().endswith(f"/{name}") for figure in figures)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_setting_that_identifies_a_result_is_used(task, workdir):
+    all_blocks(task, workdir)
+    probe = reduced_plan(task)[0]
+    settings = probe.settings().keys() & {field.name for field in fields(probe)}
+    # No image of this test has a degenerate graph, and MaskCut has no seed that can be unstable.
+    unused = {"protocol", "refuse_degenerate", *["stable_seed"] * (task == "discovery")}
+    assert settings - read_settings(task, workdir) <= unused
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -285,6 +314,20 @@ def test_wrong_datasets_and_blocks_are_refused_before_a_result(task, capsys):
             role = reduced_plan(task)[0].role
             assert all(other in line for other in supporting_datasets(role))
     assert not list(Path(refused).rglob("*.json"))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_protocol_can_use_the_only_size_of_an_encoder(task):
+    base = build(probing_config(task, "toy", ()), "probe")
+    for name in list_protocols(task, type(base)) or [None]:
+        options = [] if name is None else [f"probe.protocol={name}"]
+        probe = build(probing_config(task, "toy", options), "probe")
+        adapted = probe.with_squares(48)
+        assert not adapted.resize.keep_aspect_ratio
+        assert adapted.resize.square_side((48, 48)) == 48
+        # Squares of the native size need no setting.
+        has_native_size = probe.resize.side is None and not probe.resize.keep_aspect_ratio
+        assert (adapted == probe) == has_native_size
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -5,6 +5,7 @@ The records of a run are tested, too.
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from probes.depth.probe import (
 )
 from probes.features.journal import Journal
 from probes.features.tiers import StoredFeatures
+from probes.features.training_images import ids_sha256
 from probes.heads.losses import PIECE_BYTES
 from ssl_bench.data.layouts.depth_folders import DepthFolders
 from ssl_bench.errors import ConfigurationError, DataError
@@ -340,7 +342,15 @@ def run(probe: Depth, root: Path, encoder: Encoder, out: Path, **changes: Any) -
 
 
 def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encoder, tmp_path):
-    records = {(r.layer, r.metric): r for r in run(SMALL, folders, encoder, tmp_path)}
+    orphan = tmp_path / f"cache/heads/.ssl-bench-{7:032x}.tmp"
+    orphan.parent.mkdir(parents=True)
+    orphan.touch()
+    os.utime(orphan, (0, 0))
+    probe = replace(
+        SMALL, keep_minutes=0.0, cache=str(tmp_path / "cache"), guesses=["$epochs times"]
+    )
+    records = {(r.layer, r.metric): r for r in run(probe, folders, encoder, tmp_path)}
+    assert not list(orphan.parent.iterdir())
 
     units = {metric: record.unit for (_, metric), record in records.items()}
     assert units == {
@@ -359,8 +369,12 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
     )
 
     # The baseline is the mean depth of the training images, resized to the size of each image.
-    run_of_split = DepthRun(SMALL, context_of(encoder, DepthFolders(folders), (0, 1), tmp_path))
+    context = context_of(encoder, DepthFolders(folders), (0, 1), tmp_path, seed=3)
+    assert DepthRun(SMALL, context).training.seed == 3
+    run_of_split = DepthRun(replace(SMALL, norm="final"), replace(context, seed=0))
+    assert not run_of_split.training.standardize
     trained = [5 - number for number in range(6) if 5 - number not in run_of_split.split.held_out]
+    assert details["guesses"] == [f"{SMALL.epochs} times"]
     expected = np.mean([1.0 + 0.5 * number for number in trained])
     dataset = DepthFolders(folders).val()
     rmse = []
@@ -411,6 +425,7 @@ def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch
 
 def test_without_held_out_images_the_scored_images_choose_the_rate(folders, encoder, tmp_path):
     probe = replace(SMALL, learning_rates=(1e-4, 1e-2), epochs=2, holdout=0.0, panels=0)
+    probe = replace(probe, train_images=5)
 
     records = {(r.layer, r.metric): r for r in run(probe, folders, encoder, tmp_path)}
 
@@ -419,6 +434,10 @@ def test_without_held_out_images_the_scored_images_choose_the_rate(folders, enco
     best = int(np.argmax(details["delta1_by_rate"]))
     assert details["learning_rate"] == (1e-4, 1e-2)[best]
     assert details["delta1_by_rate_held_out"] is None
+    assert (details["num_train_images"], details["num_held_out_images"]) == (5, 0)
+    names = DepthFolders(folders).train().ids
+    subsets = [ids_sha256([*names[:left_out], *names[left_out + 1 :]]) for left_out in range(6)]
+    assert details["train_ids_sha256"] in subsets
     assert not list(tmp_path.rglob("*.png"))
 
 

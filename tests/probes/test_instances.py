@@ -422,7 +422,10 @@ def test_figures_frame_right_and_wrong_images(toy, encoder, tmp_path):
 
     (path,) = tmp_path.rglob("block01_cls/3-queries.png")
     figure = Image.open(path)
-    frames = [figure.getpixel((left, top)) for left, top, *_ in json.loads(figure.info[TILES])]
+    tiles = json.loads(figure.info[TILES])
+    # An image with a height of 144 pixels has a frame of 5 pixels, which is not blurred.
+    assert {height for *_, height in tiles} == {144 + 2 * 5}
+    frames = [figure.getpixel((left + 4, top + 4)) for left, top, *_ in tiles]
     assert frames[0] == (0, 0, 0)
     assert len(frames) == 9
     cosines = cosines_to(query, images, encoder, 32)

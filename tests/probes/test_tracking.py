@@ -507,12 +507,13 @@ def test_a_reduced_overlay_has_only_colours_of_its_objects():
 
 
 def test_an_animation_is_a_png_with_all_frames(tmp_path):
-    frames = [np.full((20, 30, 3), 40 * number, np.uint8) for number in range(5)]
+    frames = [np.full((320, 400, 3), 40 * number, np.uint8) for number in range(5)]
 
     save_animation(frames, tmp_path / "moving.png")
 
     with Image.open(tmp_path / "moving.png") as image:
         assert (image.format, getattr(image, "n_frames", 1)) == ("PNG", 5)
+        assert (image.size, image.info["loop"], image.info["duration"]) == ((200, 160), 0, 100)
         for number in range(5):
             image.seek(number)
             assert abs(int(np.asarray(image.convert("RGB"))[5, 5, 0]) - 40 * number) <= 8
