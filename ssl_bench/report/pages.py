@@ -385,8 +385,8 @@ def _list_settings(store: ResultStore, records: Sequence[Record]) -> list[dict[s
     Returns:
         Dictionaries with the keys "title" (task, dataset and protocol), "footnote" (how the scores
         were computed), "fingerprint" (digest of the scored images), "settings" (names and values),
-        "num_images" (scored and training images), "time", "rate" (images per second) and "device".
-        If the number of images is unknown, it and the rate are None.
+        "num_images" (scored and training images), "seconds", "time" (the seconds as text) and
+        "rate" (images per second). If the number of images is unknown, it and the rate are None.
     """
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
@@ -410,7 +410,6 @@ def _list_settings(store: ResultStore, records: Sequence[Record]) -> list[dict[s
                 "seconds": seconds,
                 "time": format_duration(seconds),
                 "rate": None if rate is None else f"{rate:.3g}",
-                "device": slowest.device,
             }
         )
     return runs

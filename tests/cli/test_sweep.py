@@ -313,7 +313,7 @@ def test_jobs_are_split_by_block_if_there_are_too_few(workdir, capsys):
     assert main(["sweep", *words, "5", "--dry-run"]) == 0
     out, err = capsys.readouterr()
     assert "retrieval, blocks 0" in out
-    assert "split by block" in out.splitlines()[-1]
+    assert "split into jobs" in out.splitlines()[-1]
     assert "pca runs as one job, because a figure shows several blocks\n" in err
 
     one = [*["--task", "segmentation", "--checkpoint", "runs/one"], *SMALL, "--jobs", "2"]

@@ -86,7 +86,7 @@ def test_errors_without_records_name_a_file_and_another_folder(tmp_path):
     paths = [store.save(replace(RECORD, layer=layer)) for layer in range(2)]
     for path in paths:
         path.write_text("{")
-    with pytest.raises(DataError, match=f"none of the 2 records .* such as .*/{min(paths).name}"):
+    with pytest.raises(DataError, match=f"none of the 2 records .*/{min(paths).name}"):
         store.records()
 
 

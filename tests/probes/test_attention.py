@@ -402,7 +402,7 @@ def test_the_baseline_is_the_best_constant_mask_over_all_images():
     details = scores["jaccard_mean_map"].details
     assert details["baseline"] == {"answer": "whole", "value": 20}
     assert (details["images_without_object"], details["degenerate_percent"]) == (1, 0)
-    assert np.array_equal(np.asarray(scores["jaccard_mean_map"].per_image), [70, 20])
+    assert np.array_equal(np.asarray(scores["jaccard_mean_map"].per_image), [70, 10])
     assert scores["jaccard"].details["by_head"] == [25, 25]
     assert scores["jaccard_best_head"].value == 35
 

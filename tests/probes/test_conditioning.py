@@ -349,7 +349,7 @@ def test_a_checkpoint_equals_itself_and_differs_from_another(run, tmp_path):
     assert [len(r.details["with_every_block"]) for r in other] == [2, 2]
     assert other[0].details["other"] == "other"
     assert same[0].key() != other[0].key()
-    with pytest.raises(ConfigurationError, match="one has 5 tokens and coarse 2"):
+    with pytest.raises(ConfigurationError, match="one has 5 tokens and coarse has 2"):
         run(encoder, protocol="checkpoints", compare_to=str(paths[2]))
     with pytest.raises(ConfigurationError) as caught:
         run(encoder, protocol="checkpoints")

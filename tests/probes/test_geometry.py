@@ -213,7 +213,7 @@ def test_tables_state_why_a_value_or_interval_is_missing(workdir, capsys):
     for metric, missing, why in (
         ("register_patch_cosine", "value for block 1", "the encoder has no registers"),
         ("alpha_req", "value for block 1", "fewer than two eigenvalues"),
-        ("rankme", "interval", "it depends on the number of images"),
+        ("rankme", "interval", "the score depends on the number of images"),
     ):
         (record,) = [r for r in records() if r.metric == metric and r.facet != "patch_mean"]
         assert record.ci95 is None

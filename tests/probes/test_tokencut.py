@@ -376,7 +376,7 @@ def test_only_maskcut_refuses_negative_thresholds():
         ({}, "exceed tau=0.2,", "`probe.protocol=adaptive`"),
         ({"tau": 0.1}, "exceed tau=0.1,", "`probe.protocol=adaptive`"),
         ({"method": "lost"}, "exceed 0,", "`probe.protocol=adaptive`"),
-        ({"tau": "otsu"}, "nearly equal", "Another block"),
+        ({"tau": "otsu"}, "nearly equal", "another block"),
     ],
 )
 def test_blocks_with_arbitrary_objects_are_named_with_a_remedy(tmp_path, options, cause, advice):
