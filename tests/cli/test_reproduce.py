@@ -51,6 +51,13 @@ def plan_of(name: str, *overrides: str, **options) -> Plan:
     return plan_table(table, PlanOptions(**{**PLACES, "overrides": overrides, **options}))
 
 
+def test_a_part_of_the_name_of_a_table_is_not_enough():
+    assert len(find_tables("cutting_the_skip")) > 1
+    for name in ("cutting", "cutting_the_skip/table"):
+        with pytest.raises(ConfigurationError):
+            find_tables(name)
+
+
 def command_lines(plan: Plan, *, of_runs: bool) -> list[str]:
     """Return the training commands of a plan, or all its other commands if `of_runs` is false."""
     return [" ".join(step.words) for step in plan.steps if step.is_training == of_runs]

@@ -94,6 +94,11 @@ def test_keys_missing_in_a_file_get_the_default_value():
         build(compose_config("pretraining", ["optimizer.eps=x"]), "optimizer")
 
 
+def test_a_field_without_a_default_needs_a_value():
+    with pytest.raises(ConfigurationError, match=r"part\.value"):
+        instantiate({"_target_": "ssl_bench.results.record.Baseline", "answer": "x"}, "part")
+
+
 def test_no_configuration_file_repeats_a_default():
     for path in sorted(config_folder().rglob("*.yaml")):
         for call in calls(yaml.safe_load(path.read_text())):

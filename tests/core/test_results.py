@@ -125,6 +125,17 @@ def test_per_image_values_that_differ_from_the_record_are_damaged(tmp_path, hits
     assert bool(store.damaged) == (not layers)
 
 
+def test_blocks_without_degenerate_images_have_zero_percent(tmp_path):
+    records = [
+        replace(
+            RECORD, layer=layer, details={} if percent is None else {"degenerate_percent": percent}
+        )
+        for layer, percent in enumerate((0.0, 60.0, None))
+    ]
+
+    assert load_curve(ResultStore(tmp_path), records).degenerate == {0: 0.0, 1: 60.0}
+
+
 BASELINE = {"answer": "random", "value": 12.5}
 
 

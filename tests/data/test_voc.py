@@ -10,7 +10,7 @@ from ssl_bench.data.files.images import voc_colours
 from ssl_bench.data.layouts.voc import CLASS_NAMES, Voc
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
-from tests.support.faults import save_mask
+from tests.support.faults import OBJECT, save_mask
 
 # The border, background, aeroplane, and tvmonitor, which is the last class.
 MASK = [[255, 255, 0, 0], [255, 1, 0, 0], [1, 1, 20, 0], [1, 20, 20, 20]]
@@ -97,6 +97,12 @@ def test_difficult_and_truncated_boxes_count_unless_excluded(devkit):
     assert counts == [1, 2, 0]
     assert easy.ids == ("a",), "images with hard objects only are left out too"
     assert easy.fingerprint() != Voc(devkit, discovery_split="train").discovery().fingerprint()
+    # Errors count all objects of the file.
+    bad = OBJECT.replace("<annotation>", "").replace("<xmax>24", "<xmax>2")
+    hard = "<annotation><object><name>cat</name><difficult>1</difficult></object>"
+    (devkit / "VOCdevkit/VOC2012/Annotations/a.xml").write_text(hard + bad)
+    with pytest.raises(DataError, match="object 2"):
+        Voc(devkit, exclude_difficult=True).discovery()[0]
 
 
 def test_trainaug_has_its_own_masks_and_val_the_original_ones(devkit):

@@ -472,6 +472,7 @@ def test_one_bright_patch_does_not_darken_the_others():
     assert colours[0, 0].tolist() == [68, 1, 84]
     assert colours[10, 0].tolist() == pytest.approx([33, 144, 141], abs=6)
     assert colours[-1, -1].tolist() == [253, 231, 37]
+    assert (to_colours(values + 1000) == colours).all()
     constant = to_colours(torch.ones(2, 2, dtype=torch.float64))
     assert (constant == constant[0, 0]).all()
 

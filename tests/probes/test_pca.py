@@ -157,6 +157,16 @@ def test_only_the_foreground_is_fitted_and_shown(photographs, tmp_path):
     assert 0 < black < 1
 
 
+def test_the_background_does_not_affect_the_components():
+    features = torch.zeros(6, 6, 5, dtype=torch.float64)
+    # The foreground is in the middle, far away from the background.
+    features[2:4, 2:4] = 50 + torch.arange(20, dtype=torch.float64).view(2, 2, 5) ** 2 % 7
+    (projection,) = PCA(background="first_component")._fit([features], None).projections
+
+    expected = fit_projection(features[2:4, 2:4].flatten(0, 1)).apply(features)
+    torch.testing.assert_close(projection.apply(features), expected)
+
+
 def test_a_damaged_or_incomplete_reference_recommends_a_command(tmp_path):
     both = {name: torch.randn(2, 3, 3).double() for name in ("y", "a")}
     save_reference(tmp_path, "skip", both)

@@ -5,6 +5,7 @@ A run that was stopped must continue where it stopped.
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -390,6 +391,9 @@ def test_blocks_with_arbitrary_objects_are_named_with_a_remedy(tmp_path, options
 
     (line,) = [line for line in messages if "degenerate" in line]
     assert "for key of block 2." in line
+    messages.clear()
+    list(TokenCut(facet=["key", "query"], panels=0, **options).run(run))
+    assert re.findall(r"(\w+) of block 2", "".join(messages)) == ["key", "query"]
     assert cause in line
     assert advice in line
 
