@@ -149,6 +149,15 @@ def test_a_malformed_mean_is_refused_with_an_example(address):
         load_encoder(address)
 
 
+def test_a_misspelled_file_is_suggested_with_its_folder(tmp_path):
+    path = encoder_file(tmp_path / "skip" / "encoder.safetensors")
+
+    with pytest.raises(CheckpointError) as caught:
+        load_encoder(str(path.with_name("encodr.safetensors")))
+
+    assert caught.value.hint == ("--checkpoint", str(path))
+
+
 def test_a_mean_that_the_file_states_cannot_be_replaced(tmp_path):
     encoder_file(tmp_path / "ours.safetensors")
     with pytest.raises(CheckpointError, match=r"mean .*\(ssl-bench\)"):

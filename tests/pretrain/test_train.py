@@ -27,7 +27,7 @@ from pretrain.schedules import Cosine
 from pretrain.step import Trainer, use_deterministic_operations
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.errors import ConfigurationError, Preempted
+from ssl_bench.errors import ConfigurationError, MachineError, Preempted
 from ssl_bench.models import load_encoder
 from tests.pretrain.plans import SMALL_DINO, TINY, album, plan_of, state_of
 from tests.support.faults import expect_error, photo_folder, pretraining, unchecked_types
@@ -154,6 +154,21 @@ def test_a_signal_in_the_last_step_is_ignored(root, tmp_path, monkeypatch):
     call_before_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
     plan_of(root).run(tmp_path, device="cpu")
     assert len(log_rows(tmp_path)) == 8
+
+
+def test_an_error_after_the_last_step_ends_the_run(root, tmp_path, monkeypatch):
+    evaluate = train.Run._run_monitor
+
+    def fail_at_the_end(self):
+        if self.progress.step == 8:
+            raise MachineError("the monitor failed")
+        return evaluate(self)
+
+    monkeypatch.setattr(train.Run, "_run_monitor", fail_at_the_end)
+
+    with pytest.raises(MachineError, match="the monitor failed"):
+        plan_of(root).run(tmp_path, device="cpu")
+    assert state_of(tmp_path)["step"] == 8
 
 
 def change_loss(monkeypatch, change):

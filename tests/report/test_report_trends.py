@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.report.drawing import Curve, Point, draw_chart
-from ssl_bench.report.pages import build_index_page, build_report
+from ssl_bench.report.pages import build_epochs_page, build_index_page, build_report
 from ssl_bench.report.panels import MAX_LINES, group_into_panels, list_checkpoints
 from ssl_bench.report.trends import draw_severities, find_epoch_trends, style_block
 from ssl_bench.results import Record, ResultStore
@@ -96,6 +96,20 @@ def test_no_two_blocks_look_the_same(depth):
     shades = [int(re.findall(r"b(\d+)", style)[0]) for style in styles]
     assert shades == sorted(shades)
     assert (shades[0], shades[-1]) == (0, 11 if depth > 1 else 0)
+
+
+def test_the_legend_shows_the_styles_of_blocks_in_the_deepest_encoder():
+    other = cell(model="short@100", checkpoint_sha256="f" * 64, layer=1, depth=2)
+    short = [
+        replace(other, details={"epoch": 100.0}),
+        replace(other, model="short", checkpoint_sha256="9" * 64, details={"epoch": 300.0}),
+    ]
+    second = [make_record("skip", epoch, 1, 20.0) for epoch in (100.0, 300.0)]
+
+    page = build_epochs_page(find_trends([*TREND, *second, *short]))
+
+    styles = {curve.name: curve.style for curve in page["blocks"]}
+    assert styles == {f"block {layer}": style_block(layer, 12) for layer in (0, 1, 11)}
 
 
 @pytest.fixture(scope="module")
