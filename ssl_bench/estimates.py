@@ -73,7 +73,8 @@ def extrapolate(seconds: Mapping[int, float], num_images: int) -> float:
 
     With one measurement, assume that the time is proportional to the number of images. With
     several, fit a line that includes a constant start-up time. If the fitted time does not grow
-    with the number of images, return the time that was measured for the most images.
+    with the number of images, return the time that was measured for the most images. The estimate
+    is never negative.
 
     Args:
         seconds: Measured seconds by number of images.
@@ -84,7 +85,7 @@ def extrapolate(seconds: Mapping[int, float], num_images: int) -> float:
         return seconds[largest] * num_images / largest
     slope, start = np.polyfit(list(seconds), list(seconds.values()), deg=1)
     # Some probes use a limited number of images, so that more images take no more time.
-    return float(start + slope * num_images) if slope > 0 else seconds[largest]
+    return max(0.0, float(start + slope * num_images)) if slope > 0 else seconds[largest]
 
 
 def _load_records(jobs: Sequence[Job], store: ResultStore) -> list[Record]:

@@ -122,6 +122,7 @@ def test_images_whose_results_are_copied_take_no_time(capsys):
     assert plan(capsys, *words)[0] == [pytest.approx(30)]
 
 
-def test_time_that_does_not_grow_is_not_extrapolated():
+def test_times_that_shrink_or_are_negative_are_not_extrapolated():
     assert extrapolate({8: 30.0, 16: 29.0}, 100) == 29.0
     assert extrapolate({10: 20.0, 20: 30.0, 30: 40.0}, 100) == pytest.approx(110.0)
+    assert extrapolate({2: 10.0, 3: 30.0}, 0) == 0.0
