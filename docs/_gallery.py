@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_bench.report.panels import (
-    Panel,
+    ScorePanel,
     group_by_task,
     group_into_panels,
     list_checkpoints,
@@ -127,7 +127,7 @@ def shown_records() -> list[Record]:
     return [record for record in records if not record.model.startswith("demo_")]
 
 
-def shown() -> dict[str, tuple[Panel, ...]]:
+def shown() -> dict[str, tuple[ScorePanel, ...]]:
     """Return the panels of each task's main metric, in the order of the report."""
     records = shown_records()
     panels = [
@@ -144,7 +144,7 @@ def page() -> str:
     return "\n".join([*parts, *(_section(task, panels) for task, panels in shown().items())])
 
 
-def records_of(panels: Sequence[Panel]) -> list[Record]:
+def records_of(panels: Sequence[ScorePanel]) -> list[Record]:
     """Return the records that the panels show."""
     return [record for panel in panels for record in panel.records]
 
@@ -155,7 +155,7 @@ def draw(folder: Path) -> None:
         draw_curves(depth_tables(records_of(panels)), folder / f"{task}.png")
 
 
-def _section(task: str, panels: Sequence[Panel]) -> str:
+def _section(task: str, panels: Sequence[ScorePanel]) -> str:
     """Return the question, figure, footnotes and command of a task."""
     metrics = list(dict.fromkeys(panel.metric for panel in panels))
     notes = "\n".join(f"- {panel.split_name}: {panel.footnote}" for panel in panels)

@@ -30,7 +30,7 @@ from ssl_bench.request import ProbeRequest
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device, preserve_process_state, restore_tensor_storage
 from ssl_bench.system.output import say_once
-from ssl_bench.tables.depth import Pivot, depth_tables
+from ssl_bench.tables.depth import ScoreTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.sheets import render_tables
 
@@ -131,7 +131,7 @@ class Results:
     def _repr_markdown_(self) -> str:
         return self.table("markdown")
 
-    def _tables(self, **filters: str | None) -> list[Pivot]:
+    def _tables(self, **filters: str | None) -> list[ScoreTable]:
         records = list(self.records)
         for column, text in filters.items():
             if text is not None:

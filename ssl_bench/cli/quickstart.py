@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ssl_bench.cli.parser import run
 from ssl_bench.report.panels import (
-    Panel,
+    ScorePanel,
     group_into_panels,
     list_checkpoints,
     select_headline_panels,
@@ -88,7 +88,7 @@ def command(options: argparse.Namespace) -> int:
     return 0
 
 
-def format_headlines(panels: Sequence[Panel]) -> str:
+def format_headlines(panels: Sequence[ScorePanel]) -> str:
     """Return a table of scores at `NUM_BLOCKS` blocks, from the first block to the last.
 
     There is one row for each encoder and each panel (a group of comparable scores) in `panels`.

@@ -23,7 +23,7 @@ from ssl_bench.results.per_image import check_values
 from ssl_bench.results.store import PACKED
 from ssl_bench.system.output import say
 from ssl_bench.tables.depth import (
-    Pivot,
+    ScoreTable,
     depth_tables,
     epoch_tables,
     print_main_tables,
@@ -70,7 +70,7 @@ def command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _draw_figure(tables: Sequence[Pivot], options: argparse.Namespace) -> None:
+def _draw_figure(tables: Sequence[ScoreTable], options: argparse.Namespace) -> None:
     if options.figure:
         draw_curves(tables, Path(options.figure))
         say(f"figure: {options.figure}")
@@ -131,7 +131,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _make_tables(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
-) -> Sequence[Pivot]:
+) -> Sequence[ScoreTable]:
     if options.pivot:
         # Formats for programs, such as CSV, contain the columns of all metrics.
         is_for_reading = options.format not in PROGRAM_FORMATS

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
-from ssl_bench.report.pairs import MAX_PAIRED, load_side
+from ssl_bench.report.pairs import MAX_PAIRED, load_per_image_scores
 from ssl_bench.report.panels import (
     Checkpoint,
-    Line,
-    Panel,
+    ScoreLine,
+    ScorePanel,
     choose_headline_metric,
     group_by_split,
     group_by_task,
@@ -42,14 +42,16 @@ class Leaderboard(NamedTuple):
         shared_facts: Names and values of the properties that are equal for all checkpoints.
     """
 
-    panels: Sequence[Panel]
+    panels: Sequence[ScorePanel]
     checkpoints: Sequence[Checkpoint]
     fact_names: Sequence[str]
     fact_rows: Sequence[Sequence[str]]
     shared_facts: Sequence[tuple[str, str]]
 
 
-def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> Leaderboard:
+def build_leaderboard(
+    panels: Sequence[ScorePanel], checkpoints: Sequence[Checkpoint]
+) -> Leaderboard:
     facts = [dict(checkpoint.facts) for checkpoint in checkpoints]
     names = dict.fromkeys(n for row in facts for n in row if n not in _NOT_IN_LEADERBOARD)
     differing = [name for name in names if len({row.get(name) for row in facts}) > 1]
@@ -63,7 +65,7 @@ def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
     )
 
 
-def list_best(panel: Panel) -> set[Checkpoint]:
+def list_best(panel: ScorePanel) -> set[Checkpoint]:
     """Return the checkpoint with the highest score at its best block, or several if they tie.
 
     `panel` contains the comparable scores of all checkpoints. The set is empty if fewer than two
@@ -74,7 +76,7 @@ def list_best(panel: Panel) -> set[Checkpoint]:
     return {line.checkpoint for line in lines if line.best_value == highest}
 
 
-def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
+def list_indistinguishable(store: ResultStore, panel: ScorePanel) -> set[Checkpoint]:
     """Return the checkpoints whose score is lower than the highest one, but not significantly.
 
     `panel` contains the comparable scores of all checkpoints. Each checkpoint is scored at its best
@@ -90,10 +92,10 @@ def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
     if not best:
         return set()
     first = max(entries, key=lambda checkpoint: entries[checkpoint].value)
-    highest, top = load_side(store, panel, first), entries[first]
+    highest, top = load_per_image_scores(store, panel, first), entries[first]
     found = set()
     for checkpoint in entries.keys() - best:
-        other, entry = load_side(store, panel, checkpoint), entries[checkpoint]
+        other, entry = load_per_image_scores(store, panel, checkpoint), entries[checkpoint]
         if highest and other and highest.is_paired_with(other):
             difference = subtract(
                 "", score_block(highest.curve, top.layer), score_block(other.curve, entry.layer)
@@ -106,7 +108,7 @@ def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
     return found
 
 
-def list_winners(panel: Panel) -> set[Checkpoint]:
+def list_winners(panel: ScorePanel) -> set[Checkpoint]:
     """Return the checkpoints with the highest score, if it is significantly above all baselines.
 
     `panel` contains the comparable scores of all checkpoints. The baselines are image-independent,
@@ -116,7 +118,7 @@ def list_winners(panel: Panel) -> set[Checkpoint]:
     return {one for one, entry in entries.items() if entry and not panel.describe_unbeaten(entry)}
 
 
-def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
+def summarize_leaderboard(panels: Sequence[ScorePanel]) -> list[str]:
     """Return sentences that name the encoders that are best most often, and the unbeaten baselines.
 
     A baseline is image-independent, such as predicting the most frequent class. It is unbeaten if
@@ -153,7 +155,7 @@ def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
     return sentences
 
 
-def _name_column(panel: Panel) -> str:
+def _name_column(panel: ScorePanel) -> str:
     return f"{panel.task} on {panel.dataset}"
 
 
@@ -163,7 +165,7 @@ def join_names(names: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-BlockTable = Sequence[tuple[Panel, Line]]
+BlockTable = Sequence[tuple[ScorePanel, ScoreLine]]
 """A table with one row per block. Each column is a pair: a panel (chart) and one of its lines."""
 
 
@@ -182,7 +184,7 @@ class BlockGroup(NamedTuple):
     folded: Sequence[BlockTable]
 
 
-def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
+def group_block_tables(lines: Sequence[tuple[ScorePanel, ScoreLine]]) -> list[BlockGroup]:
     """Return the scores of one checkpoint as tables, grouped by task and split.
 
     A table has at most `_MAX_COLUMNS` columns. `lines` contains pairs of a panel (group of
@@ -205,7 +207,7 @@ def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
 
 
 def summarize_checkpoints(
-    store: ResultStore, panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
+    store: ResultStore, panels: Sequence[ScorePanel], checkpoints: Sequence[Checkpoint]
 ) -> dict[Checkpoint, list[str]]:
     """Return texts that summarise each checkpoint, one per task, split and protocol.
 
@@ -226,7 +228,7 @@ def summarize_checkpoints(
     is_paired = len(checkpoints) <= MAX_PAIRED
     summaries = {}
     for checkpoint in checkpoints:
-        lines: dict[tuple[str, str, str], tuple[Panel, Line]] = {}
+        lines: dict[tuple[str, str, str], tuple[ScorePanel, ScoreLine]] = {}
         for panel in chosen:
             if line := panel.find_line(checkpoint):
                 key = (panel.task, panel.split_name, panel.protocol)
@@ -245,7 +247,7 @@ def summarize_checkpoints(
     return summaries
 
 
-def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
+def _select_summarized_panels(panels: Sequence[ScorePanel]) -> list[ScorePanel]:
     """Return the panels (groups of comparable scores) that `summarize_checkpoints` describes.
 
     These are the panels that `select_headline_panels` returns for all panels, and for the panels of
@@ -261,7 +263,7 @@ def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def find_lower_blocks(
-    store: ResultStore, panel: Panel, line: Line, *, is_paired: bool
+    store: ResultStore, panel: ScorePanel, line: ScoreLine, *, is_paired: bool
 ) -> set[int] | None:
     """Return the blocks that score significantly lower than the best block, or None if unknown.
 
@@ -279,7 +281,7 @@ def find_lower_blocks(
     best = line.best_entry
     if best is None:
         return None
-    side = load_side(store, panel, line.checkpoint) if is_paired else None
+    side = load_per_image_scores(store, panel, line.checkpoint) if is_paired else None
     if side is not None and best.layer in side.curve.blocks:
         highest = score_block(side.curve, best.layer)
         rows = [subtract("", highest, score_block(side.curve, n)) for n in side.curve.blocks]
@@ -291,7 +293,7 @@ def find_lower_blocks(
     return {layer for layer, high in highs.items() if high is not None and high < low}
 
 
-def summarize_line(subject: str, panel: Panel, line: Line, lower: set[int] | None) -> str:
+def summarize_line(subject: str, panel: ScorePanel, line: ScoreLine, lower: set[int] | None) -> str:
     """Return sentences on the best block of a checkpoint in one task.
 
     Args:
@@ -355,7 +357,7 @@ def _be(number: int) -> str:
     return "is" if number == 1 else "are"
 
 
-def list_unreadable_images(panels: Sequence[Panel]) -> list[str]:
+def list_unreadable_images(panels: Sequence[ScorePanel]) -> list[str]:
     """Return a sentence for each dataset with unreadable images, which names some of these images.
 
     Each of `panels` is a group of comparable scores on one dataset.

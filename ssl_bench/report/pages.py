@@ -20,8 +20,8 @@ from ssl_bench.report.pairs import Pair, PanelComparison, choose_pairs
 from ssl_bench.report.panels import (
     PANEL_FIELDS,
     Checkpoint,
-    Line,
-    Panel,
+    ScoreLine,
+    ScorePanel,
     choose_headline_metric,
     explain_missing_values,
     group_by_split,
@@ -80,7 +80,7 @@ class Report:
     store: ResultStore
     records: tuple[Record, ...]
     checkpoints: tuple[Checkpoint, ...]
-    panels: tuple[Panel, ...]
+    panels: tuple[ScorePanel, ...]
     pairs: tuple[Pair, ...]
     epochs: tuple[PanelTrends, ...]
     severities: Sequence[tuple[SeverityTable, Chart]]
@@ -89,7 +89,7 @@ class Report:
     runs: TrainingCurves | None = None
 
     @property
-    def clean_panels(self) -> Sequence[Panel]:
+    def clean_panels(self) -> Sequence[ScorePanel]:
         return list_clean_panels(self.panels)
 
     @cached_property
@@ -101,7 +101,7 @@ class Report:
         return list(dict.fromkeys(path for gallery in every for path in gallery.paths()))
 
 
-def list_clean_panels(panels: Sequence[Panel]) -> Sequence[Panel]:
+def list_clean_panels(panels: Sequence[ScorePanel]) -> Sequence[ScorePanel]:
     """Return the panels (groups of comparable scores) with scores on uncorrupted images.
 
     If there are no such panels, return all panels.
@@ -166,7 +166,7 @@ def build_index_page(report: Report) -> Page:
         for checkpoint in checkpoints
         if (entry := panel.find_headline_entry(checkpoint))
     ]
-    views = {panel.number: _draw_panel(panel) for panel in panels}
+    views = {panel.number: _build_panel_view(panel) for panel in panels}
     hits = count_hits(report.store, headlines)
     places = Counter((panel.task, panel.split_name) for panel in headlines)
     return {
@@ -217,7 +217,7 @@ def build_index_page(report: Report) -> Page:
     }
 
 
-def _sort_lines(panel: Panel, checkpoints: Sequence[Checkpoint]) -> list[Line]:
+def _sort_lines(panel: ScorePanel, checkpoints: Sequence[Checkpoint]) -> list[ScoreLine]:
     """Return the drawn lines of a panel (a group of comparable scores) in drawing order.
 
     `checkpoints` is sorted from best to worst. The line of the best one comes last, so that it is
@@ -227,8 +227,8 @@ def _sort_lines(panel: Panel, checkpoints: Sequence[Checkpoint]) -> list[Line]:
 
 
 def _draw_lines(
-    panel: Panel,
-    lines: Sequence[Line],
+    panel: ScorePanel,
+    lines: Sequence[ScoreLine],
     published: Sequence[tuple[str, float]] = (),
     *,
     size: Size = LARGE,
@@ -257,7 +257,7 @@ def _draw_lines(
     )
 
 
-def _draw_panel(panel: Panel) -> dict[str, Any]:
+def _build_panel_view(panel: ScorePanel) -> dict[str, Any]:
     """Return the variables of the HTML template for one panel, including its chart.
 
     A panel is a group of comparable scores. The chart includes baselines, and published values that
@@ -291,7 +291,8 @@ def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Group the panels of one task by split, and unfold the panels of the task's main metric.
 
     A panel is a group of comparable scores that is drawn as a chart. If a split has at most
-    `_MAX_UNFOLDED` panels, all of them are unfolded. `views` contains the results of `_draw_panel`.
+    `_MAX_UNFOLDED` panels, all of them are unfolded. `views` contains the results of
+    `_build_panel_view`.
     """
     groups = []
     for split_name, panels in group_by_split([view["panel"] for view in views]).items():
@@ -307,7 +308,7 @@ def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return groups
 
 
-def _list_filters(panels: Sequence[Panel]) -> list[tuple[str, list[str]]]:
+def _list_filters(panels: Sequence[ScorePanel]) -> list[tuple[str, list[str]]]:
     """Return the fields by which readers of a page can filter its panels, and the fields' values.
 
     A panel is a group of comparable scores. An example of a field and its values is ("task",
@@ -341,13 +342,13 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         ],
         "classes_of_one_seed": has_seeds and bool(classes),
         "classes": classes,
-        "runs": _list_settings(
+        "runs": _list_evaluations(
             report.store, [r for r in report.records if r.encoder_id == checkpoint.encoder_id]
         ),
     }
 
 
-def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, Any]]:
+def _build_class_tables(lines: Sequence[tuple[ScorePanel, ScoreLine]]) -> list[dict[str, Any]]:
     """Return tables with the IoU of each class (rows) at each block (columns) for one checkpoint.
 
     There is one table for each task, split, facet (kind of feature), protocol (preset of settings)
@@ -379,7 +380,7 @@ def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, A
     return list(tables.values())
 
 
-def _list_settings(store: ResultStore, records: Sequence[Record]) -> list[dict[str, Any]]:
+def _list_evaluations(store: ResultStore, records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return the distinct settings with which the records (stored scores) were computed.
 
     Returns:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.report.panels import Checkpoint, Panel
+from ssl_bench.report.panels import Checkpoint, ScorePanel
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.results.per_image import ImageCurve, load_curve
 from ssl_bench.scores import mean_iou
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
         return f"compare-{self.first.encoder_id[:8]}-{self.second.encoder_id[:8]}.html"
 
 
-class Side(NamedTuple):
+class PerImageScores(NamedTuple):
     """One side of a comparison: the per-image scores of one checkpoint for one metric.
 
     Attributes:
@@ -53,7 +53,7 @@ class Side(NamedTuple):
     records: Mapping[int, Record]
     seed: int
 
-    def is_paired_with(self, other: "Side") -> bool:
+    def is_paired_with(self, other: "PerImageScores") -> bool:
         """Return whether the scores of both checkpoints can be compared image by image.
 
         This requires the same number of images and the same seed.
@@ -61,7 +61,7 @@ class Side(NamedTuple):
         return len(self.image_names) == len(other.image_names) and self.seed == other.seed
 
 
-class Row(NamedTuple):
+class DifferenceRow(NamedTuple):
     """A row of a table: the difference between two scores.
 
     Attributes:
@@ -89,10 +89,10 @@ class PanelComparison(NamedTuple):
             as correct or wrong.
     """
 
-    panel: Panel
+    panel: ScorePanel
     table: Comparison
-    blocks: Sequence[Row]
-    summary: Sequence[Row]
+    blocks: Sequence[DifferenceRow]
+    summary: Sequence[DifferenceRow]
     layers: tuple[int, int]
     images: Sequence[tuple[str, float, float, float]]
     tally: Sequence[int] | None
@@ -121,7 +121,9 @@ def choose_pairs(
     return [Pair(first, second) for first, second in dict.fromkeys(pairs)]
 
 
-def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | None:
+def load_per_image_scores(
+    store: ResultStore, panel: ScorePanel, checkpoint: Checkpoint
+) -> PerImageScores | None:
     """Load the per-image scores of a checkpoint at each block, for its lowest seed.
 
     `panel` is a group of comparable scores, to which these scores belong. Return None if no
@@ -136,7 +138,7 @@ def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side 
     if not values or len({counts.shape for counts in values.values()}) > 1:
         return None
     number = len(next(iter(values.values())))
-    return Side(
+    return PerImageScores(
         checkpoint=checkpoint,
         curve=curve,
         image_names=_name_images(store, records[0], number),
@@ -159,7 +161,9 @@ def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
     return [f"image {i + 1} of {number}" for i in range(number)]
 
 
-def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | None:
+def compare_in_panel(
+    panel: ScorePanel, first: PerImageScores, second: PerImageScores
+) -> PanelComparison | None:
     """Compare two checkpoints by their scores in one panel (a group of comparable scores).
 
     `first` and `second` contain the scores of each checkpoint. Return None if their seeds or their
@@ -168,9 +172,9 @@ def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | 
     if not first.is_paired_with(second):
         return None
 
-    def add_records(difference: Difference) -> Row:
+    def add_records(difference: Difference) -> DifferenceRow:
         first_layers, second_layers = difference.layers
-        return Row(
+        return DifferenceRow(
             difference,
             [first.records[layer] for layer in first_layers],
             [second.records[layer] for layer in second_layers],
@@ -249,7 +253,7 @@ def _list_images(
 
 
 def compare_pairs(
-    store: ResultStore, panels: Sequence[Panel], pairs: Sequence[Pair]
+    store: ResultStore, panels: Sequence[ScorePanel], pairs: Sequence[Pair]
 ) -> dict[Pair, list[PanelComparison]]:
     """Compare the two checkpoints of each pair in every panel (a group of comparable scores).
 
@@ -259,10 +263,12 @@ def compare_pairs(
     members = {checkpoint for pair in pairs for checkpoint in pair}
     compared: dict[Pair, list[PanelComparison]] = defaultdict(list)
     for panel in show_progress(panels, "comparisons", len(panels)):
-        sides = {checkpoint: load_side(store, panel, checkpoint) for checkpoint in members}
+        sides = {
+            checkpoint: load_per_image_scores(store, panel, checkpoint) for checkpoint in members
+        }
         for pair in pairs:
             first, second = sides[pair.first], sides[pair.second]
-            comparison = compare_sides(panel, first, second) if first and second else None
+            comparison = compare_in_panel(panel, first, second) if first and second else None
             if comparison:
                 compared[pair].append(comparison)
     return compared

@@ -18,14 +18,14 @@ from ssl_bench.results import Record
 from ssl_bench.system.files import encoder_folder, natural_sort_key
 from ssl_bench.system.output import safe_file_name
 from ssl_bench.tables.entries import (
-    Entry,
+    ScoreEntry,
     choose_main_metric,
     comparable_groups,
     dagger_meaning,
     differing_settings,
     footnote,
+    group_and_average,
     list_baselines,
-    mean_entries,
     metric_with_unit,
     model_names,
     training_suffix,
@@ -183,7 +183,7 @@ def _describe_skips(architecture: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Line:
+class ScoreLine:
     """The line of one checkpoint in a chart: its scores by block, averaged over seeds.
 
     Attributes:
@@ -191,13 +191,13 @@ class Line:
     """
 
     checkpoint: Checkpoint
-    entries: tuple[Entry, ...]
+    entries: tuple[ScoreEntry, ...]
 
     @cached_property
-    def best_entry(self) -> Entry | None:
+    def best_entry(self) -> ScoreEntry | None:
         """The entry (score at a block) with the highest score, or None if no block can be best.
 
-        `Entry.is_rankable` states which blocks can be the best.
+        `ScoreEntry.is_rankable` states which blocks can be the best.
         """
         candidates = [entry for entry in self.entries if entry.is_rankable]
         return max(candidates, key=lambda entry: entry.value, default=None)
@@ -208,7 +208,7 @@ class Line:
         return self.best_entry.value if self.best_entry else -math.inf
 
     @cached_property
-    def marked_entries(self) -> tuple[Entry, ...]:
+    def marked_entries(self) -> tuple[ScoreEntry, ...]:
         """The scores that are marked as best: the highest score, or several if they tie.
 
         The tuple is empty if all of several blocks have the same score, or if `best_entry` is None.
@@ -232,16 +232,16 @@ class Line:
         return name_blocks([entry.layer for entry in self.marked_entries or self.entries[-1:]])
 
     @property
-    def _valid(self) -> tuple[Entry, ...]:
+    def _valid(self) -> tuple[ScoreEntry, ...]:
         return tuple(entry for entry in self.entries if not entry.is_degenerate)
 
-    def find_entry(self, layer: int) -> Entry | None:
+    def find_entry(self, layer: int) -> ScoreEntry | None:
         """Return the score of a block, or None if the block was not scored."""
         return next((entry for entry in self.entries if entry.layer == layer), None)
 
 
 @dataclass(frozen=True)
-class Panel:
+class ScorePanel:
     """Comparable scores of checkpoints: one metric on the same images with the same settings.
 
     A panel is drawn as one chart.
@@ -267,7 +267,7 @@ class Panel:
     facet: str
     protocol: str
     settings_text: str
-    lines: tuple[Line, ...]
+    lines: tuple[ScoreLine, ...]
     footnote: str
 
     @property
@@ -320,19 +320,19 @@ class Panel:
         return self.record.corrupted is not None
 
     @property
-    def drawn_lines(self) -> tuple[Line, ...]:
+    def drawn_lines(self) -> tuple[ScoreLine, ...]:
         """The lines to draw: up to `MAX_LINES` lines with the highest scores, sorted by name."""
         ordered = sorted(self.lines, key=lambda line: -line.best_value)
         chosen = {line.checkpoint.encoder_id for line in ordered[:MAX_LINES]}
         return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
 
     @property
-    def ranked_lines(self) -> list[Line]:
-        """The lines of checkpoints that have a best block (`Line.best_entry` is not None)."""
+    def ranked_lines(self) -> list[ScoreLine]:
+        """The lines of checkpoints that have a best block (`ScoreLine.best_entry` is not None)."""
         return [line for line in self.lines if line.best_entry]
 
     @cached_property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[ScoreEntry, ...]:
         return tuple(entry for line in self.lines for entry in line.entries)
 
     @property
@@ -357,7 +357,7 @@ class Panel:
         """Creation date of the newest record (stored score)."""
         return max(record.created for record in self.records)
 
-    def describe_unbeaten(self, entry: Entry) -> str:
+    def describe_unbeaten(self, entry: ScoreEntry) -> str:
         """Return a text that names the baselines which a score does not significantly exceed.
 
         The baselines are image-independent. The text is, for example, "not significantly above
@@ -367,7 +367,7 @@ class Panel:
         names = [name for name, value in self.baselines if low <= value]
         return f"not significantly above {' and '.join(names)}" if names else ""
 
-    def find_headline_entry(self, checkpoint: Checkpoint) -> Entry | None:
+    def find_headline_entry(self, checkpoint: Checkpoint) -> ScoreEntry | None:
         """Return the score that represents a checkpoint in overviews, or None if it has no score.
 
         This is the score of its best block. If no block can be the best, it is the score of the
@@ -376,17 +376,17 @@ class Panel:
         line = self.find_line(checkpoint)
         return (line.best_entry or line.entries[-1]) if line else None
 
-    def find_line(self, checkpoint: Checkpoint) -> Line | None:
+    def find_line(self, checkpoint: Checkpoint) -> ScoreLine | None:
         return self._line_by_encoder.get(checkpoint.encoder_id)
 
     @cached_property
-    def _line_by_encoder(self) -> Mapping[str, Line]:
+    def _line_by_encoder(self) -> Mapping[str, ScoreLine]:
         return {line.checkpoint.encoder_id: line for line in self.lines}
 
 
 def group_into_panels(
     records: Sequence[Record], checkpoints: Sequence[Checkpoint]
-) -> tuple[Panel, ...]:
+) -> tuple[ScorePanel, ...]:
     """Return one panel for each group of comparable records (stored scores).
 
     Records can be compared if they have the same metric, images and settings.
@@ -399,21 +399,21 @@ def group_into_panels(
         first = group[0]
         rivals = [r for r in firsts if all(getattr(r, n) == getattr(first, n) for n in names)]
         differing = differing_settings(first, rivals)
-        means = mean_entries(
+        means = group_and_average(
             sorted(group, key=lambda record: record.seed),
             lambda record: (record.encoder_id, record.layer),
         )
-        entries: dict[str, list[Entry]] = defaultdict(list)
+        entries: dict[str, list[ScoreEntry]] = defaultdict(list)
         for (encoder, _), entry in sorted(means.items(), key=lambda item: item[0]):
             entries[encoder].append(entry)
         changed = first.protocol_label.removeprefix(first.protocol) + training_suffix(first)
         panels.append(
-            Panel(
+            ScorePanel(
                 number=number,
                 **{name: getattr(first, name) for name in (*names, "unit")},
                 settings_text=changed + (f" [{', '.join(differing)}]" if differing else ""),
                 lines=tuple(
-                    Line(checkpoint, tuple(entries[checkpoint.encoder_id]))
+                    ScoreLine(checkpoint, tuple(entries[checkpoint.encoder_id]))
                     for checkpoint in checkpoints
                     if checkpoint.encoder_id in entries
                 ),
@@ -423,7 +423,7 @@ def group_into_panels(
     return tuple(panels)
 
 
-def make_point(entry: Entry, x: int | float, name: str) -> Point:
+def make_point(entry: ScoreEntry, x: int | float, name: str) -> Point:
     """Return a point of a chart for the score `entry` at the horizontal position `x`.
 
     The tooltip of the point begins with `name`.
@@ -432,7 +432,7 @@ def make_point(entry: Entry, x: int | float, name: str) -> Point:
     return Point(x, entry.value, entry.low, entry.high, tooltip, entry.is_degenerate)
 
 
-def explain_missing_values(entries: Iterable[Entry]) -> str:
+def explain_missing_values(entries: Iterable[ScoreEntry]) -> str:
     """Return a note on why scores are missing, such as "–: no class has two images".
 
     The note is "" if no reason is recorded.
@@ -449,7 +449,7 @@ def name_blocks(layers: Sequence[int]) -> str:
     return f"blocks {', '.join(others)} and {last}" if others else f"block {last}"
 
 
-def choose_headline_metric(panels: Sequence[Panel]) -> str:
+def choose_headline_metric(panels: Sequence[ScorePanel]) -> str:
     """Return the main metric of a task, which represents the task in overviews.
 
     `panels` contains the panels (groups of comparable scores) of this task.
@@ -457,7 +457,7 @@ def choose_headline_metric(panels: Sequence[Panel]) -> str:
     return choose_main_metric(panels[0].task, [(panel.metric, panel.is_ranked) for panel in panels])
 
 
-def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
+def select_headline_panels(panels: Sequence[ScorePanel]) -> tuple[ScorePanel, ...]:
     """Return the panels that represent each task on each split of a dataset in overviews.
 
     A panel is a group of comparable scores. Only panels of the task's main metric are considered.
@@ -465,7 +465,7 @@ def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     added for them. These have the same facet (kind of feature) and protocol (preset) if possible.
     """
 
-    def rank(panel: Panel) -> tuple[int, int, int, bool, str, str]:
+    def rank(panel: ScorePanel) -> tuple[int, int, int, bool, str, str]:
         sizes = (-len(panel.lines), -len(panel.layers), len(panel.record.changed))
         return *sizes, panel.facet in INNER_FACETS, panel.facet, panel.protocol
 
@@ -489,7 +489,7 @@ def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
 
 
 def rank_checkpoints(
-    panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
+    panels: Sequence[ScorePanel], checkpoints: Sequence[Checkpoint]
 ) -> list[Checkpoint]:
     """Sort checkpoints by their mean rank over panels, best first.
 
@@ -511,21 +511,21 @@ def rank_checkpoints(
     return sorted(checkpoints, key=mean_rank)
 
 
-def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
-    groups: dict[str, list[Panel]] = defaultdict(list)
+def group_by_split(panels: Sequence[ScorePanel]) -> dict[str, list[ScorePanel]]:
+    groups: dict[str, list[ScorePanel]] = defaultdict(list)
     for panel in panels:
         groups[panel.split_name].append(panel)
     return groups
 
 
-def group_by_task(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
+def group_by_task(panels: Sequence[ScorePanel]) -> dict[str, list[ScorePanel]]:
     """Group panels (groups of comparable scores) by task.
 
     Tasks are in the order in which pages show them. `FIRST_TASKS` come first, followed by tasks
     with a metric for which higher is better. The remaining tasks are sorted by their number of
     panels, in ascending order.
     """
-    groups: dict[str, list[Panel]] = defaultdict(list)
+    groups: dict[str, list[ScorePanel]] = defaultdict(list)
     for panel in panels:
         groups[panel.task].append(panel)
 

@@ -13,8 +13,8 @@ from urllib.parse import quote
 import numpy as np
 from PIL import Image
 
-from ssl_bench.report.pairs import load_side
-from ssl_bench.report.panels import Checkpoint, Panel
+from ssl_bench.report.pairs import load_per_image_scores
+from ssl_bench.report.panels import Checkpoint, ScorePanel
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import (
     TILES,
@@ -391,7 +391,7 @@ def select_strips(
     files: PictureFiles,
     checkpoints: Sequence[Checkpoint],
     galleries: Mapping[str, Sequence[Gallery]],
-    panels: Sequence[Panel],
+    panels: Sequence[ScorePanel],
     hits: Mapping[str, float],
 ) -> list[Strip]:
     """Choose strips for the overview page: one for each checkpoint and task, for a few tasks.
@@ -443,7 +443,7 @@ def select_strips(
     return strips
 
 
-def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
+def count_hits(store: ResultStore, panels: Sequence[ScorePanel]) -> dict[str, float]:
     """Count, for each image, how many encoders find the object in it at their best block.
 
     Only tasks that search for an object are considered, and the counts of several tasks are added.
@@ -458,7 +458,7 @@ def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
         if not task_texts(panel.task).finds_objects:
             continue
         for line in panel.lines:
-            best, side = line.best_entry, load_side(store, panel, line.checkpoint)
+            best, side = line.best_entry, load_per_image_scores(store, panel, line.checkpoint)
             values = side.curve.per_image.get(best.layer) if best and side else None
             if side is None or values is None or values.ndim != 1:
                 continue
@@ -469,7 +469,7 @@ def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
 
 
 def _find_best_layer(
-    panels: Sequence[Panel], checkpoint: Checkpoint, gallery: Gallery
+    panels: Sequence[ScorePanel], checkpoint: Checkpoint, gallery: Gallery
 ) -> tuple[int | None, str]:
     """Return the block that comes first in a row of pictures, and a note such as "best".
 

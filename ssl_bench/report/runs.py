@@ -26,7 +26,7 @@ _MAX_MARKS = 30
 _SHOWN_MEASURES = ("loss", "lr", "images_per_second")
 
 
-class RunLine(NamedTuple):
+class RunSummary(NamedTuple):
     """A pretraining run in the list of runs of a report.
 
     Attributes:
@@ -66,7 +66,7 @@ class TrainingCurves(NamedTuple):
         folded: Panels of all other measures, which are hidden until a reader unfolds them.
     """
 
-    lines: Sequence[RunLine]
+    lines: Sequence[RunSummary]
     num_runs: int
     axis: str
     panels: Sequence[MeasurePanel]
@@ -105,7 +105,7 @@ def draw_runs(logs: Sequence[RunLog]) -> TrainingCurves | None:
     axis = "epoch" if len(lengths) > 1 and None not in lengths else "step"
     styles = choose_styles({log.name: log.is_skipless for log in drawn})
     lines = [
-        RunLine(number, log.name, styles[log.name].css, _describe_run(log))
+        RunSummary(number, log.name, styles[log.name].css, _describe_run(log))
         for number, log in enumerate(drawn)
     ]
     panels: dict[bool, list[MeasurePanel]] = {True: [], False: []}
@@ -125,7 +125,7 @@ def _describe_run(log: RunLog) -> str:
 
 
 def _draw_measure(
-    measure: str, logs: Sequence[RunLog], lines: Sequence[RunLine], axis: str
+    measure: str, logs: Sequence[RunLog], lines: Sequence[RunSummary], axis: str
 ) -> MeasurePanel:
     unit = measure_unit(measure)
     label = f"{measure} ({unit})" if unit else measure

@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from ssl_bench.errors import DataError
 from ssl_bench.report.drawing import Chart, Curve, draw_chart
-from ssl_bench.report.panels import MAX_LINES, Panel, make_point
+from ssl_bench.report.panels import MAX_LINES, ScorePanel, make_point
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import (
-    Pivot,
+    ScoreTable,
     epoch_table,
     main_metrics,
     require_one_encoder_per_epoch,
     runs_with_several_epochs,
 )
-from ssl_bench.tables.entries import Entry, list_baselines, metric_with_unit
+from ssl_bench.tables.entries import ScoreEntry, list_baselines, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 NUM_SHADES = 12
@@ -33,7 +33,7 @@ class Trend:
     """
 
     name: str
-    table: Pivot
+    table: ScoreTable
 
     @property
     def depth(self) -> int:
@@ -47,7 +47,7 @@ class Trend:
         entries = self.table.entries.values()
         return max((entry.value for entry in entries if entry.is_rankable), default=-math.inf)
 
-    def find_entry(self, row: float, block: str) -> Entry | None:
+    def find_entry(self, row: float, block: str) -> ScoreEntry | None:
         return self.table.entries.get((row, block))
 
     def make_curves(self) -> list[Curve]:
@@ -72,7 +72,7 @@ class PanelTrends(NamedTuple):
             name.
     """
 
-    panel: Panel
+    panel: ScorePanel
     trends: Sequence[Trend]
     problems: Sequence[str]
 
@@ -100,7 +100,7 @@ class PanelTrends(NamedTuple):
         return list(zip(self.drawn_trends, charts, strict=True))
 
 
-def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:
+def find_epoch_trends(panels: Sequence[ScorePanel]) -> tuple[PanelTrends, ...]:
     """Return the scores over epochs for each panel with a run that was probed at several epochs.
 
     A panel is a group of comparable scores. Panels without such a run are left out.
@@ -109,7 +109,7 @@ def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:
     return tuple(group for group in groups if group.trends or group.problems)
 
 
-def _find_runs(panel: Panel) -> PanelTrends:
+def _find_runs(panel: ScorePanel) -> PanelTrends:
     trends, problems = [], []
     for run, records in runs_with_several_epochs(panel.records).items():
         try:

@@ -27,7 +27,7 @@ from ssl_bench.tables.entries import (
     trusted_note,
 )
 from ssl_bench.tables.layer_selection import mixed_notes
-from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet, Table
+from ssl_bench.tables.sheets import NO_VALUE, Cell, PrintedTable, Table
 
 _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
 _QUESTION = ("task", "dataset", "metric", "facet", "protocol")
@@ -273,13 +273,13 @@ class Comparison(Table):
     without_best: tuple[str, ...] = ()
     code: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
-    def sheet(self) -> Sheet:
+    def sheet(self) -> PrintedTable:
         """Return the table to print, with significant differences in bold.
 
         Each row is tested on its own (`Difference.is_significant`), without a correction for
         multiple comparisons.
         """
-        return Sheet(
+        return PrintedTable(
             title=self.title,
             head=("block", *self.names, "first - second [95 %]"),
             rows=tuple(
@@ -438,7 +438,7 @@ def compare_encoders(
     pairs = [
         (title, group, sides)
         for title, group in zip(titles, groups, strict=True)
-        if group[0].digest in selected and (sides := _load_sides(store, group, ids))
+        if group[0].digest in selected and (sides := _load_curves(store, group, ids))
     ]
     tasks = {record.task for record in records if record.encoder_id in encoders}
     reasons = {
@@ -502,7 +502,7 @@ def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequen
     )
 
 
-def _load_sides(
+def _load_curves(
     store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
 ) -> list[ImageCurve]:
     """Return the per-image scores at every block, for each encoder.
@@ -590,7 +590,7 @@ class EpochComparison(Table):
     def record(self) -> Record:
         return next(iter(self.by_epoch.values())).record
 
-    def sheet(self) -> Sheet:
+    def sheet(self) -> PrintedTable:
         """Return the table to print. The rows of all epochs are sorted by block, then by epoch."""
         sheets = {epoch: comparison.sheet() for epoch, comparison in self.by_epoch.items()}
         first = next(iter(sheets.values()))
@@ -640,7 +640,7 @@ def compare_runs(
         by_epoch = {}
         for epoch in sorted(encoders[0].keys() & encoders[1].keys()):
             pair = (encoders[0][epoch], encoders[1][epoch])
-            sides = _load_sides(store, group, [record.encoder_id for record in pair])
+            sides = _load_curves(store, group, [record.encoder_id for record in pair])
             # Do not compare best and last blocks, because they can be different blocks in the two
             # runs.
             rows = compare_block_by_block(*sides) if sides else []

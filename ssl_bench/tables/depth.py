@@ -11,17 +11,17 @@ from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import natural_sort_key
 from ssl_bench.system.output import say
 from ssl_bench.tables.entries import (
-    Entry,
+    ScoreEntry,
     choose_main_metric,
     comparable_groups,
     dagger_meaning,
-    mean_entries,
+    group_and_average,
     model_names,
     series_as_json,
     table_notes,
     table_titles,
 )
-from ssl_bench.tables.sheets import Cell, Sheet, Table, default_format, render_tables
+from ssl_bench.tables.sheets import Cell, PrintedTable, Table, default_format, render_tables
 from ssl_bench.tables.styles import lacks_skips
 
 MAX_TABLES = 4
@@ -35,7 +35,7 @@ PROBE_EPOCHS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pivot(Table):
+class ScoreTable(Table):
     """A table of scores, for example with blocks as rows and encoders as columns.
 
     Attributes:
@@ -52,7 +52,7 @@ class Pivot(Table):
     row_name: str = "block"
     rows: tuple[Any, ...]
     columns: tuple[Any, ...]
-    entries: Mapping[tuple[Any, Any], Entry]
+    entries: Mapping[tuple[Any, Any], ScoreEntry]
     undecided: frozenset[tuple[Any, Any]] = frozenset()
     notes: tuple[str, ...]
     skipless: frozenset[str] = frozenset()
@@ -84,14 +84,14 @@ class Pivot(Table):
         """Explanation of the sign †, or an empty text if the table contains no †."""
         return dagger_meaning(entry.degenerate_percent for _, _, entry in self.scores())
 
-    def scores(self) -> Iterator[tuple[Any, Any, Entry]]:
+    def scores(self) -> Iterator[tuple[Any, Any, ScoreEntry]]:
         """Yield each score of the table, row by row, as a tuple (row, column, score)."""
         for row in self.rows:
             for column in self.columns:
                 if (row, column) in self.entries:
                     yield row, column, self.entries[row, column]
 
-    def curves(self) -> "Pivot | None":
+    def curves(self) -> "ScoreTable | None":
         """Return a table whose columns can be drawn as curves, or None if there is none."""
         return self
 
@@ -117,7 +117,7 @@ class Pivot(Table):
         is_tie = len(values) > 1 and len(printed) == 1
         return [] if len(known) < 2 or is_tie else printed
 
-    def sheet(self) -> Sheet:
+    def sheet(self) -> PrintedTable:
         rankings = {column: self._ranking(column) for column in self.columns}
         strides = self._strides()
         rows = []
@@ -127,7 +127,7 @@ class Pivot(Table):
             scores = [self._cell(row, column, rankings[column]) for column in self.columns]
             rows.append((Cell(first), *stride, *scores))
         marked = ("marked: the highest score of each column",) if any(rankings.values()) else ()
-        return Sheet(
+        return PrintedTable(
             title=self.title,
             head=(
                 self.row_name,
@@ -146,7 +146,7 @@ class Pivot(Table):
         """Return explanations of the signs in the table, such as †, to be printed below it."""
         return (self.dagger_meaning,) if self.dagger_meaning else ()
 
-    def entry_text(self, entry: Entry) -> str:
+    def entry_text(self, entry: ScoreEntry) -> str:
         return entry.text()
 
     def missing_text(self, row: Any, column: Any) -> str:
@@ -195,12 +195,12 @@ class Pivot(Table):
         return {"kind": f"{self.row_name}s", "title": self.title, **series, "cells": cells}
 
 
-def _stride_field(entry: Entry) -> dict[str, int]:
+def _stride_field(entry: ScoreEntry) -> dict[str, int]:
     stride = entry.records[0].stride
     return {} if stride is None else {"stride": stride}
 
 
-def depth_tables(records: Sequence[Record]) -> list[Pivot]:
+def depth_tables(records: Sequence[Record]) -> list[ScoreTable]:
     """Return tables of scores with blocks as rows and encoders as columns.
 
     There is one table per group of comparable records (stored scores), which have the same metric,
@@ -208,12 +208,12 @@ def depth_tables(records: Sequence[Record]) -> list[Pivot]:
     """
     groups, names = comparable_groups(records), model_names(records)
     return [
-        _pivot(group, title, "block", lambda record: (record.layer, names[record.encoder_id]))
+        _score_table(group, title, "block", lambda record: (record.layer, names[record.encoder_id]))
         for group, title in zip(groups, table_titles(groups), strict=True)
     ]
 
 
-def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
+def epoch_tables(records: Sequence[Record]) -> list[ScoreTable]:
     """Return tables of scores with pretraining epochs as rows and blocks as columns.
 
     There is one table for each run and group of comparable records (stored scores). The encoders
@@ -238,22 +238,22 @@ def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
     return tables
 
 
-def epoch_table(records: Sequence[Record], title: str) -> Pivot:
+def epoch_table(records: Sequence[Record], title: str) -> ScoreTable:
     """Return a table of the scores of one run, with epochs as rows and blocks as columns.
 
     `records` contains the stored scores, which must be comparable.
     """
-    return _pivot(
+    return _score_table(
         records, title, "epoch", lambda record: (epoch_number(record), f"block {record.layer}")
     )
 
 
-def _pivot(
+def _score_table(
     records: Sequence[Record],
     title: str,
     row_name: str,
     key: Callable[[Record], tuple[float, str]],
-) -> Pivot:
+) -> ScoreTable:
     """Build a table in which each cell is a mean over random seeds.
 
     Args:
@@ -262,8 +262,8 @@ def _pivot(
         row_name: What a row stands for, such as "block".
         key: Function that returns the row and the column to which a record belongs.
     """
-    entries = mean_entries(records, key)
-    return Pivot(
+    entries = group_and_average(records, key)
+    return ScoreTable(
         title=title,
         row_name=row_name,
         rows=tuple(sorted({row for row, _ in entries})),
@@ -323,13 +323,13 @@ def epoch_number(record: Record) -> float:
     return float(record.details["epoch"])
 
 
-def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
+def print_main_tables(tables: Sequence[ScoreTable], store: ResultStore) -> None:
     """Print the tables of each task's main metric to stdout.
 
     If there is only one task and it has at most `MAX_TABLES` tables, all of them are printed. If
     tables are left out, a message states the command that prints them.
     """
-    by_task: dict[str, list[Pivot]] = defaultdict(list)
+    by_task: dict[str, list[ScoreTable]] = defaultdict(list)
     for table in tables:
         by_task[table.record.task].append(table)
     main = main_metrics([table.record for table in tables])

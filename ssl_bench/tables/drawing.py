@@ -11,7 +11,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import MAX_DEGENERATE_PERCENT
 from ssl_bench.system.files import natural_sort_key, write_atomically
 from ssl_bench.system.output import escape_matplotlib, escape_unprintable
-from ssl_bench.tables.depth import Pivot
+from ssl_bench.tables.depth import ScoreTable
 from ssl_bench.tables.entries import list_baselines
 from ssl_bench.tables.styles import choose_styles
 
@@ -31,7 +31,7 @@ _MAX_TICKS = 13
 _HOLLOW: Mapping[str, Any] = {"marker": "o", "markersize": 5, "markerfacecolor": "white"}
 
 
-def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
+def draw_curves(tables: Sequence[ScoreTable], path: Path) -> None:
     """Draw tables as curves, and save the figure to the file `path`.
 
     The suffix of `path`, such as ".png", determines the format.
@@ -52,7 +52,7 @@ def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
     write_atomically(path, lambda file: file.write(buffer.getbuffer()))
 
 
-def curves_figure(tables: Sequence[Pivot]) -> "Figure":
+def curves_figure(tables: Sequence[ScoreTable]) -> "Figure":
     """Draw one panel (chart) per table, with one curve per column of the table.
 
     A band around each curve shows the 95 % intervals of the scores. For training logs, it shows the
@@ -151,7 +151,7 @@ def _choose_ticks(rows: Sequence[float]) -> list[float]:
     return whole[:: -(-len(whole) // _MAX_TICKS) or 1]
 
 
-def _draw_panel(axis: Any, table: Pivot, line_styles: Mapping[str, Mapping[str, Any]]) -> None:
+def _draw_panel(axis: Any, table: ScoreTable, line_styles: Mapping[str, Mapping[str, Any]]) -> None:
     entries = [entry for _, _, entry in table.scores()]
     ends = [end for e in entries for end in (e.value, e.low, e.high)]
     records = [record for entry in entries for record in entry.records]
@@ -190,7 +190,7 @@ def _choose_marker(num_points: int) -> str:
 
 
 def _draw_curve(
-    axis: Any, table: Pivot, column: str, line_style: Mapping[str, Any], top: float
+    axis: Any, table: ScoreTable, column: str, line_style: Mapping[str, Any], top: float
 ) -> None:
     """Draw one column of a table as a curve.
 

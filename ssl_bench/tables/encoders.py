@@ -7,9 +7,9 @@ from typing import Any
 
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import natural_sort_key
-from ssl_bench.tables.depth import Pivot
+from ssl_bench.tables.depth import ScoreTable
 from ssl_bench.tables.entries import (
-    Entry,
+    ScoreEntry,
     baseline_note,
     comparable_groups,
     differing_settings,
@@ -29,7 +29,7 @@ from ssl_bench.tables.layer_selection import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderTable(Pivot):
+class EncoderTable(ScoreTable):
     """A table of scores, with encoders as rows and measurements as columns.
 
     Attributes:
@@ -45,7 +45,7 @@ class EncoderTable(Pivot):
     def curves(self) -> None:
         """Return None, because this table is not drawn as curves."""
 
-    def entry_text(self, entry: Entry) -> str:
+    def entry_text(self, entry: ScoreEntry) -> str:
         return entry.text() if self.choice == "block" else f"{entry.text()} {blocks_text(entry)}"
 
     def marks(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) ->
     }
     entries = show_seed_counts_by_column({at: e for at, e in chosen.items() if e is not None})
     undecided = frozenset(chosen.keys() - entries.keys())
-    if not undecided and all(len(entry.offered_layers) == 1 for entry in entries.values()):
+    if not undecided and all(len(entry.candidate_layers) == 1 for entry in entries.values()):
         choice = "block"
     series = {column: group[0] for column, group in zip(columns, groups, strict=True)}
     return EncoderTable(
@@ -123,7 +123,7 @@ def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) ->
     )
 
 
-def _title(series: Sequence[Record], scores: Sequence[Entry], choice: str) -> str:
+def _title(series: Sequence[Record], scores: Sequence[ScoreEntry], choice: str) -> str:
     common = [
         str(getattr(series[0], name))
         for name in ("task", "metric")
@@ -137,14 +137,14 @@ def _title(series: Sequence[Record], scores: Sequence[Entry], choice: str) -> st
 
 
 def _notes(
-    entries: Mapping[tuple[str, str], Entry],
+    entries: Mapping[tuple[str, str], ScoreEntry],
     series: Mapping[str, Record],
     choice: str,
     num_models: int,
 ) -> list[str]:
     scores = list(entries.values())
     notes = choice_notes(scores, choice)
-    if num_models > 1 and len({entry.offered_layers for entry in scores}) > 1:
+    if num_models > 1 and len({entry.candidate_layers for entry in scores}) > 1:
         notes.append("not every encoder was probed at the same blocks in every column")
     for column, record in series.items():
         notes.append(

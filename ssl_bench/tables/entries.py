@@ -1,6 +1,6 @@
 """Group comparable records (stored scores), average them over seeds, and write notes on tables.
 
-An `Entry` is one value of a table. The notes state, for example, the number of images and the
+An `ScoreEntry` is one value of a table. The notes state, for example, the number of images and the
 software versions.
 """
 
@@ -176,7 +176,7 @@ def _settings_text(record: Record) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class ScoreEntry:
     """One value of a table: the mean over seeds with its 95 % interval.
 
     Attributes:
@@ -187,7 +187,7 @@ class Entry:
             task does not measure this percentage.
         records: The records (stored scores) from which the value was computed. There are several if
             there are several seeds, or if different blocks were chosen for parts of the images.
-        offered_layers: The blocks from which a block was chosen. Empty if no choice was made.
+        candidate_layers: The blocks from which a block was chosen. Empty if no choice was made.
         omitted_seeds: Seeds that are left out, because they were probed at other blocks than the
             remaining seeds.
         shows_seed_count: Whether the printed text states the number of seeds.
@@ -198,7 +198,7 @@ class Entry:
     high: float | None
     degenerate_percent: float | None
     records: tuple[Record, ...]
-    offered_layers: tuple[int, ...] = ()
+    candidate_layers: tuple[int, ...] = ()
     omitted_seeds: tuple[int, ...] = ()
     shows_seed_count: bool = False
 
@@ -335,7 +335,7 @@ def _format_plain(value: float) -> str:
     return "∞" if value == math.inf else f"{value:.3g}"
 
 
-def mean_entry(records: Sequence[Record]) -> Entry:
+def average_over_seeds(records: Sequence[Record]) -> ScoreEntry:
     """Return the mean score of records (stored scores) that differ only in the seed."""
     entries = []
     for record in records:
@@ -343,17 +343,17 @@ def mean_entry(records: Sequence[Record]) -> Entry:
         # If only one end of an interval is known, leave the interval out.
         if low is None or high is None or math.isnan(low + high):
             low = high = None
-        entries.append(Entry(record.value, low, high, record.degenerate_percent, (record,)))
+        entries.append(ScoreEntry(record.value, low, high, record.degenerate_percent, (record,)))
     return average_entries(entries)
 
 
-def average_entries(entries: Sequence[Entry]) -> Entry:
+def average_entries(entries: Sequence[ScoreEntry]) -> ScoreEntry:
     """Return the mean of table entries that belong to different seeds.
 
     The ends of the intervals are averaged, so the resulting interval is about as wide as the
     interval of a single seed.
     """
-    return Entry(
+    return ScoreEntry(
         value=sum(entry.value for entry in entries) / len(entries),
         low=average_known([entry.low for entry in entries]),
         high=average_known([entry.high for entry in entries]),
@@ -367,7 +367,7 @@ def average_known(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, Entry]:
+def group_and_average(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, ScoreEntry]:
     """Group records (stored scores) by the result of `key`, and average each group over seeds.
 
     The results of `key` are the keys of the returned dictionary.
@@ -375,10 +375,10 @@ def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[
     groups: dict[K, list[Record]] = defaultdict(list)
     for record in records:
         groups[key(record)].append(record)
-    return show_seed_counts({at: mean_entry(group) for at, group in groups.items()})
+    return show_seed_counts({at: average_over_seeds(group) for at, group in groups.items()})
 
 
-def show_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
+def show_seed_counts(entries: Mapping[K, ScoreEntry]) -> dict[K, ScoreEntry]:
     """Return copies of table entries, which print their number of seeds if these numbers differ."""
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}

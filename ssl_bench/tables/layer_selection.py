@@ -11,10 +11,10 @@ from dataclasses import replace
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import NUM_FOLDS, load_curve
 from ssl_bench.tables.entries import (
-    Entry,
+    ScoreEntry,
     average_entries,
     average_known,
-    mean_entry,
+    average_over_seeds,
     show_seed_counts,
 )
 
@@ -36,7 +36,7 @@ NO_CHOICE_MARK = (
 )
 
 
-def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Entry | None:
+def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> ScoreEntry | None:
     """Choose the block that represents an encoder, and return its score.
 
     If seeds were probed at different sets of blocks, only the seeds with the largest set are used.
@@ -49,10 +49,10 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
             on other images. With "holdout", each seed chooses its own block.
 
     Returns:
-        The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. None if there are several
-        blocks and none can be chosen. This is the case if a higher value of the metric is not
-        better, or if every block is degenerate (too many images have an arbitrary result). It is
-        also the case if a held-out choice lacks per-image scores.
+        The score, with `ScoreEntry.candidate_layers` and `ScoreEntry.omitted_seeds`. None if there
+        are several blocks and none can be chosen. This is the case if a higher value of the metric
+        is not better, or if every block is degenerate (too many images have an arbitrary result).
+        It is also the case if a held-out choice lacks per-image scores.
     """
     by_seed: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.seed):
@@ -70,10 +70,10 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
         entry = _held_out_entry(seeds, store)
     if entry is None:
         return None
-    return replace(entry, offered_layers=offered, omitted_seeds=omitted)
+    return replace(entry, candidate_layers=offered, omitted_seeds=omitted)
 
 
-def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Entry | None:
+def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> ScoreEntry | None:
     """Return the score of the block whose mean over seeds is highest, or None if there is none.
 
     If there are several blocks, degenerate ones are left out. A block is degenerate if the results
@@ -84,7 +84,7 @@ def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Ent
         layers: Indices of the blocks to choose from.
     """
     entries = [
-        mean_entry([record for seed in seeds for record in seed if record.layer == layer])
+        average_over_seeds([record for seed in seeds for record in seed if record.layer == layer])
         for layer in layers
     ]
     if len(layers) > 1:
@@ -95,7 +95,7 @@ def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Ent
     return entries[values.index(max(values))]
 
 
-def _held_out_entry(seeds: Sequence[Sequence[Record]], store: ResultStore) -> Entry | None:
+def _held_out_entry(seeds: Sequence[Sequence[Record]], store: ResultStore) -> ScoreEntry | None:
     """Return the mean score over seeds, where each seed chooses its own block on held-out images.
 
     `seeds` contains the records (stored scores) of each seed. Return None if no block can be chosen
@@ -106,18 +106,18 @@ def _held_out_entry(seeds: Sequence[Sequence[Record]], store: ResultStore) -> En
     return average_entries(entries) if len(entries) == len(choices) else None
 
 
-def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | None:
+def _held_out_choice(records: Sequence[Record], store: ResultStore) -> ScoreEntry | None:
     curve = load_curve(store, records)
     by_layer = {record.layer: record for record in records}
     if curve.per_image.keys() != by_layer.keys() or not curve.candidates:
         return None
     mixed, layers = curve.choose_held_out()
     if len(set(layers)) == 1:
-        return mean_entry([by_layer[layers[0]]])
+        return average_over_seeds([by_layer[layers[0]]])
     estimate = curve.estimate(mixed)
     # Folds differ by at most one image, so their mean weights all images about equally.
     shares = [by_layer[layer].degenerate_percent for layer in layers]
-    return Entry(
+    return ScoreEntry(
         estimate.value,
         *(estimate.ci95() or (None, None)),
         average_known(shares),
@@ -125,7 +125,7 @@ def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | N
     )
 
 
-def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
+def choice_notes(entries: Collection[ScoreEntry], choice: str) -> list[str]:
     """Return notes for a table on how the block of each score was chosen.
 
     Args:
@@ -133,7 +133,7 @@ def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
         choice: "holdout" (blocks were chosen on other images than the scored ones) or "oracle" (on
             the scored images).
     """
-    notes = [CHOICE_NOTES[choice]] if any(len(e.offered_layers) > 1 for e in entries) else []
+    notes = [CHOICE_NOTES[choice]] if any(len(e.candidate_layers) > 1 for e in entries) else []
     if choice == "holdout":
         notes += mixed_notes(e.records[0].metric for e in entries if len(e.layers) > 1)
     if any(map(_seeds_differ, entries)):
@@ -149,7 +149,7 @@ def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
     return notes
 
 
-def _seeds_differ(entry: Entry) -> bool:
+def _seeds_differ(entry: ScoreEntry) -> bool:
     blocks: dict[int, set[int]] = defaultdict(set)
     for record in entry.records:
         blocks[record.seed].add(record.layer)
@@ -170,24 +170,24 @@ def mixed_notes(metrics: Iterable[str]) -> list[str]:
     ]
 
 
-def choice_as_json(entry: Entry) -> dict[str, list[int]]:
-    return {"blocks": list(entry.layers), "blocks_offered": list(entry.offered_layers)}
+def choice_as_json(entry: ScoreEntry) -> dict[str, list[int]]:
+    return {"blocks": list(entry.layers), "blocks_offered": list(entry.candidate_layers)}
 
 
-def blocks_text(entry: Entry) -> str:
+def blocks_text(entry: ScoreEntry) -> str:
     """Return the chosen blocks as text, such as "@3,5"."""
     return f"@{','.join(map(str, entry.layers))}"
 
 
 def show_seed_counts_by_column(
-    entries: Mapping[tuple[str, str], Entry],
-) -> dict[tuple[str, str], Entry]:
+    entries: Mapping[tuple[str, str], ScoreEntry],
+) -> dict[tuple[str, str], ScoreEntry]:
     """Apply `show_seed_counts` to each column of a table separately.
 
     The text of an entry then states its number of seeds if this number differs within the column.
     The keys of `entries` are pairs (row, column).
     """
-    counted: dict[tuple[str, str], Entry] = {}
+    counted: dict[tuple[str, str], ScoreEntry] = {}
     for column in dict.fromkeys(column for _, column in entries):
         counted |= show_seed_counts({at: e for at, e in entries.items() if at[1] == column})
     return counted

@@ -10,8 +10,8 @@ from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
 from ssl_bench.system.files import natural_sort_key
-from ssl_bench.tables.depth import Pivot
-from ssl_bench.tables.entries import Entry, baseline_note, comparable_groups, provenance
+from ssl_bench.tables.depth import ScoreTable
+from ssl_bench.tables.entries import ScoreEntry, baseline_note, comparable_groups, provenance
 from ssl_bench.tables.layer_selection import (
     NO_CHOICE_MARK,
     blocks_text,
@@ -29,11 +29,11 @@ from ssl_bench.tables.published import (
     describe_settings,
 )
 from ssl_bench.tables.run_logs import RUN_MEASURES, read_run_measure
-from ssl_bench.tables.sheets import Cell, Sheet
+from ssl_bench.tables.sheets import Cell, PrintedTable
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperTable(Pivot):
+class PaperTable(ScoreTable):
     """A published table in which each cell also shows our score, if there is one.
 
     Attributes:
@@ -52,13 +52,13 @@ class PaperTable(Pivot):
     def curves(self) -> None:
         """Return None, because this table is not drawn as curves."""
 
-    def sheet(self) -> Sheet:
+    def sheet(self) -> PrintedTable:
         """Return the table to print, with cells "published | ours". No cell is marked as best."""
         rows = [
             (Cell(row), *(Cell(self._text(row, column)) for column in self.published.columns))
             for row in self.rows
         ]
-        return Sheet(
+        return PrintedTable(
             self.title, (self.row_name, *self.columns), tuple(rows), self.notes, self.marks()
         )
 
@@ -82,7 +82,7 @@ class PaperTable(Pivot):
         rows = []
         for cell, ours in self._cells():
             row = {**cell, "source": self.published.source}
-            if isinstance(ours, Entry):
+            if isinstance(ours, ScoreEntry):
                 row |= {"blocks": " ".join(map(str, ours.layers)), **ours.csv_fields()}
             elif ours is not None:
                 row["value"] = ours
@@ -93,7 +93,7 @@ class PaperTable(Pivot):
         cells = []
         for cell, ours in self._cells():
             value: dict[str, Any] | None = None
-            if isinstance(ours, Entry):
+            if isinstance(ours, ScoreEntry):
                 settings = {"settings": describe_settings(ours.records[0])}
                 value = {**settings, **choice_as_json(ours), **ours.as_json()}
             elif ours is not None:
@@ -109,11 +109,11 @@ class PaperTable(Pivot):
             "notes": [*self.notes, *self.marks()],
         }
 
-    def _cells(self) -> Iterator[tuple[dict[str, Any], Entry | float | None]]:
+    def _cells(self) -> Iterator[tuple[dict[str, Any], ScoreEntry | float | None]]:
         """Yield each cell of the published table with our score, or None if we have no score.
 
         A cell is a dictionary with the row, the column and the published value. Our score is a
-        number instead of an `Entry` if it is not stored as a record.
+        number instead of an `ScoreEntry` if it is not stored as a record.
         """
         for row in self.rows:
             for column in self.columns:
@@ -150,7 +150,7 @@ def paper_table(
     """
     encoders = {row: encoders[row] for row in published.rows if row in encoders}
     candidates = [record for record in records if record.encoder_id in encoders.values()]
-    entries: dict[tuple[str, str], Entry] = {}
+    entries: dict[tuple[str, str], ScoreEntry] = {}
     undecided: set[tuple[str, str]] = set()
     unused = {}
     for column in published.columns:
@@ -250,7 +250,7 @@ def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[st
 
 def _derive_numbers(
     published: PublishedTable,
-    entries: Mapping[tuple[str, str], Entry],
+    entries: Mapping[tuple[str, str], ScoreEntry],
     runs: Mapping[str, Path],
 ) -> dict[tuple[str, str], float]:
     """Return our values that are not stored as records (scores of probes), by (row, column).

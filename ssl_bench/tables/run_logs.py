@@ -68,7 +68,7 @@ class LoggedCurve(NamedTuple):
     values: Float64[np.ndarray, " values"]
 
 
-class StepMean(NamedTuple):
+class StepSummary(NamedTuple):
     """Summary of a measure over consecutive steps.
 
     Attributes:
@@ -139,7 +139,7 @@ class RunLog:
         """
         return len(self.curves[measure].steps) == len(self.steps)
 
-    def shorten(self, measure: str, ends: Sequence[int]) -> dict[int, StepMean]:
+    def shorten(self, measure: str, ends: Sequence[int]) -> dict[int, StepSummary]:
         """Return a summary of a measure for each interval of steps, usually its mean.
 
         Intervals without a logged value are left out. If the measure is logged at every step, such
@@ -154,24 +154,24 @@ class RunLog:
         steps, values = self.curves[measure]
         is_dense = self.logs_every_step(measure)
         bounds = np.searchsorted(steps, ends, side="right")
-        means, start = dict[int, StepMean](), 0
+        means, start = dict[int, StepSummary](), 0
         for end, bound in zip(ends, bounds.tolist(), strict=True):
             if start < bound:
                 means[end] = _summarise(values[start:bound], is_dense=is_dense)
             elif is_dense and start < len(steps):
-                means[end] = StepMean(math.nan)
+                means[end] = StepSummary(math.nan)
             start = bound
         return means
 
 
-def _summarise(values: Float64[np.ndarray, " values"], *, is_dense: bool) -> StepMean:
+def _summarise(values: Float64[np.ndarray, " values"], *, is_dense: bool) -> StepSummary:
     if not is_dense:
-        return StepMean(float(values[-1]))
+        return StepSummary(float(values[-1]))
     finite = values[np.isfinite(values)]
     if len(finite) < 2:
-        return StepMean(float(finite[0]) if len(finite) else math.nan)
+        return StepSummary(float(finite[0]) if len(finite) else math.nan)
     mean, deviation = float(finite.mean()), float(finite.std())
-    return StepMean(mean, mean - deviation, mean + deviation)
+    return StepSummary(mean, mean - deviation, mean + deviation)
 
 
 def interval_ends(last_step: int, max_count: int) -> list[int]:

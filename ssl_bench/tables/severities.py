@@ -8,16 +8,16 @@ from typing import Any
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import CORRUPTED, Baseline, Record
-from ssl_bench.tables.depth import Pivot
+from ssl_bench.tables.depth import ScoreTable
 from ssl_bench.tables.entries import (
     comparable_groups,
-    mean_entries,
+    group_and_average,
     model_names,
     series_as_json,
     table_notes,
     table_titles,
 )
-from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
+from ssl_bench.tables.sheets import NO_VALUE, Cell, PrintedTable
 
 CLEAN = 0
 """Severity of images without corruption."""
@@ -25,7 +25,7 @@ _NOT_PROBED = "‡"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeverityTable(Pivot):
+class SeverityTable(ScoreTable):
     """A table of one encoder, with blocks as rows and severities of an image corruption as columns.
 
     If clean images were probed, `CLEAN` is one of the columns.
@@ -120,7 +120,7 @@ class SeverityTable(Pivot):
         note = (f"{_NOT_PROBED}: {self.incomplete_note}",) if self.incomplete_layers else ()
         return (*note, *super().marks())
 
-    def sheet(self) -> Sheet:
+    def sheet(self) -> PrintedTable:
         """Return the table to print. Its last column is the relative drop on corrupted images."""
         sheet, most_robust = super().sheet(), self.most_robust_layers
         drops = []
@@ -158,10 +158,10 @@ class SeverityTable(Pivot):
             ],
         }
 
-    def curves(self) -> Pivot:
+    def curves(self) -> ScoreTable:
         """Return the table to draw, with severities as rows and blocks as columns."""
         names = {layer: f"block {layer}" for layer in self.rows}
-        return Pivot(
+        return ScoreTable(
             title=self.title,
             row_name="severity",
             rows=self.columns,
@@ -197,7 +197,7 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
                 if one.encoder_id == encoder
                 and (one.corrupted is None or one.corrupted.name == corruption)
             ]
-            entries = mean_entries(chosen, lambda record: (record.layer, _severity(record)))
+            entries = group_and_average(chosen, lambda record: (record.layer, _severity(record)))
             tables.append(
                 SeverityTable(
                     title=f"{title}, {corruption}, {names[encoder]}",

@@ -44,7 +44,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class PrintedTable:
     """Contents of a printed table.
 
     Attributes:
@@ -66,7 +66,7 @@ class Table(ABC):
     """A table that can be written in all `FORMATS`."""
 
     @abstractmethod
-    def sheet(self) -> Sheet:
+    def sheet(self) -> PrintedTable:
         """Return the table to print, with rounded values."""
 
     @abstractmethod
@@ -146,7 +146,7 @@ def _format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return buffer.getvalue()
 
 
-def format_sheet(sheet: Sheet, style: str) -> str:
+def format_sheet(sheet: PrintedTable, style: str) -> str:
     """Format a printed table as text in one of `STYLES`, such as "markdown"."""
     if style == "markdown":
         return _format_markdown(sheet)
@@ -155,7 +155,7 @@ def format_sheet(sheet: Sheet, style: str) -> str:
     return _format_text(sheet, f"{_BOLD}{{}}{_PLAIN}" if style == "terminal" else "*{}*")
 
 
-def _format_markdown(sheet: Sheet) -> str:
+def _format_markdown(sheet: PrintedTable) -> str:
     lines = [
         f"**{escape_markdown(sheet.title)}**",
         "",
@@ -171,7 +171,7 @@ def _markdown_row(texts: Iterable[str]) -> str:
     return " | ".join(["", *texts, ""]).strip()
 
 
-def _format_text(sheet: Sheet, bold: str) -> str:
+def _format_text(sheet: PrintedTable, bold: str) -> str:
     cells = [[_emphasise(cell, bold, escape_unprintable) for cell in row] for row in sheet.rows]
     rows = [list(map(escape_unprintable, sheet.head)), *cells]
     widths = [max(_printed_width(row[i]) for row in rows) for i in range(len(sheet.head))]
@@ -211,7 +211,7 @@ def _printed_width(text: str) -> int:
     return len(text.replace(_BOLD, "").replace(_PLAIN, ""))
 
 
-def _format_latex(sheet: Sheet) -> str:
+def _format_latex(sheet: PrintedTable) -> str:
     body = [
         " & ".join(
             _emphasise(cell, r"\textbf{{{}}}", escape_latex, r"\underline{{{}}}") for cell in row

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.composition.choices import require_choice
-from ssl_bench.tables.depth import Pivot
-from ssl_bench.tables.entries import Entry
+from ssl_bench.tables.depth import ScoreTable
+from ssl_bench.tables.entries import ScoreEntry
 from ssl_bench.tables.run_logs import (
     NUM_ROWS,
     RunLog,
@@ -23,7 +23,7 @@ MAX_POINTS = 500
 
 
 @dataclass(frozen=True, eq=False)
-class LoggedEntry(Entry):
+class LoggedEntry(ScoreEntry):
     """A table entry that was computed from a training log instead of stored scores.
 
     If the measure is logged at every step, the value is its mean over several steps. `low` and
@@ -62,7 +62,7 @@ def format_logged(value: float, unit: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTable(Pivot):
+class StepTable(ScoreTable):
     """A table of training logs, with steps as rows, and with measures and runs as columns.
 
     Each element of `columns` is a pair (measure, run name). A printed row summarises an interval of
@@ -114,14 +114,14 @@ class StepTable(Pivot):
             for step in log.steps.tolist()
         ]
 
-    def curves_by_measure(self) -> list[Pivot]:
+    def curves_by_measure(self) -> list[ScoreTable]:
         """Return one table per measure, with runs as columns, which are drawn as curves."""
         tables = []
         for measure in self.measures:
             table = pivot_logs(self.logs, [measure], MAX_POINTS, title=measure)
             entries = {(step, run): entry for (step, (_, run)), entry in table.entries.items()}
             tables.append(
-                Pivot(
+                ScoreTable(
                     title=table.title,
                     row_name=table.row_name,
                     rows=table.rows,

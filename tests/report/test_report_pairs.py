@@ -10,7 +10,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import identify_encoder
-from ssl_bench.report.pairs import choose_pairs, compare_sides, load_side
+from ssl_bench.report.pairs import choose_pairs, compare_in_panel, load_per_image_scores
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.report.pictures import PictureFiles, find_galleries, pair_galleries
 from ssl_bench.results import ResultStore
@@ -123,11 +123,11 @@ def test_checkpoints_with_different_seeds_are_not_compared(tmp_path):
     checkpoints = list_checkpoints(store.records())
     (panel,) = group_into_panels(store.records(), checkpoints)
 
-    first, second = (load_side(store, panel, checkpoint) for checkpoint in checkpoints)
+    first, second = (load_per_image_scores(store, panel, checkpoint) for checkpoint in checkpoints)
 
     assert first is not None
     assert second is not None
-    assert compare_sides(panel, first, second) is None
+    assert compare_in_panel(panel, first, second) is None
 
 
 @pytest.mark.parametrize("commit", ["1" * 40, "2" * 40])

@@ -9,7 +9,7 @@ from PIL import Image
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.drawing import Curve, Point
-from ssl_bench.report.pairs import PanelComparison, compare_sides, load_side
+from ssl_bench.report.pairs import PanelComparison, compare_in_panel, load_per_image_scores
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import ImageCurve
@@ -130,10 +130,10 @@ def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
     """
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))
-    first, second = (load_side(store, panel, checkpoint) for checkpoint in (one, other))
+    first, second = (load_per_image_scores(store, panel, checkpoint) for checkpoint in (one, other))
     assert first is not None
     assert second is not None
-    compared = compare_sides(panel, first, second)
+    compared = compare_in_panel(panel, first, second)
     assert compared is not None
     return compared
 

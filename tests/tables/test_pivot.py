@@ -14,7 +14,7 @@ import pytest
 from scipy.stats import binomtest
 
 from ssl_bench.tables.encoders import column_names, encoder_table
-from ssl_bench.tables.entries import Entry
+from ssl_bench.tables.entries import ScoreEntry
 from ssl_bench.tables.layer_selection import choose_block
 from ssl_bench.tables.sheets import render_tables
 from tests.core.test_results import RECORD
@@ -30,7 +30,7 @@ def hits(*values):
     return np.array(values, bool)
 
 
-def choose(records, store, choice) -> Entry:
+def choose(records, store, choice) -> ScoreEntry:
     entry = choose_block(records, store, choice)
     assert entry is not None
     return entry
@@ -65,7 +65,7 @@ def test_oracles_take_the_best_block_and_folds_other_images(store):
     oracle = choose(records, store, "oracle")
     held_out = choose(records, store, "holdout")
 
-    assert (oracle.value, oracle.layers, oracle.offered_layers) == (50.0, (1,), (0, 1))
+    assert (oracle.value, oracle.layers, oracle.candidate_layers) == (50.0, (1,), (0, 1))
     hit_count, chosen = 0, []
     for fold in np.array_split(np.random.default_rng(0).permutation(10), 5):
         others = np.setdiff1d(np.arange(10), fold)
@@ -86,7 +86,7 @@ def test_the_oracle_never_takes_an_undefined_value(store):
 
     oracle = choose(records, store, "oracle")
 
-    assert (oracle.value, oracle.layers, oracle.offered_layers) == (50.0, (1,), (0, 1, 2))
+    assert (oracle.value, oracle.layers, oracle.candidate_layers) == (50.0, (1,), (0, 1, 2))
 
 
 def test_the_set_of_blocks_that_most_seeds_have_is_offered(store):
@@ -95,7 +95,7 @@ def test_the_set_of_blocks_that_most_seeds_have_is_offered(store):
 
     for choice in ("holdout", "oracle"):
         chosen = choose(records, store, choice)
-        assert (chosen.offered_layers, chosen.omitted_seeds) == ((2, 3), (0,))
+        assert (chosen.candidate_layers, chosen.omitted_seeds) == ((2, 3), (0,))
         assert (chosen.value, chosen.seeds) == (50.0, (1, 2))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.depth import Pivot
+from ssl_bench.tables.depth import ScoreTable
 from ssl_bench.tables.severities import severity_tables
 from ssl_bench.tables.sheets import NO_VALUE
 from tests.core.test_results import RECORD
@@ -162,7 +162,7 @@ def test_there_is_no_drop_when_higher_is_not_better():
 
 
 def test_severities_are_drawn_and_written_as_json_and_csv(store, cli, cli_json, monkeypatch):
-    drawn: list[Pivot] = []
+    drawn: list[ScoreTable] = []
     monkeypatch.setattr("ssl_bench.cli.table.draw_curves", lambda tables, _: drawn.extend(tables))
     store.save(CLEAN)
     assert "`ssl-bench probe --task all corrupt=" in cli(*OVER_SEVERITY, code=3).err

@@ -19,11 +19,17 @@ from ssl_bench.report.panels import list_checkpoints
 from ssl_bench.results import Baseline
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
-from ssl_bench.tables.entries import dagger, mean_entry, model_names, provenance, settings_digest
+from ssl_bench.tables.entries import (
+    average_over_seeds,
+    dagger,
+    model_names,
+    provenance,
+    settings_digest,
+)
 from ssl_bench.tables.sheets import (
     NO_VALUE,
     Cell,
-    Sheet,
+    PrintedTable,
     default_format,
     format_sheet,
     render_tables,
@@ -163,10 +169,10 @@ def test_json_and_csv_contain_the_provenance_of_every_number():
 
 def test_ends_of_intervals_are_averaged_over_seeds():
     seeds = [replace(RECORD, ci95=(30.0, 45.0)), replace(RECORD, seed=1, ci95=(34.0, 55.0))]
-    entry = mean_entry(seeds)
+    entry = average_over_seeds(seeds)
     assert (entry.low, entry.high, entry.seeds) == (32.0, 50.0, (0, 1))
     values = ((30.0, 10.0), (60.0, 70.0), (60.0, None))
-    entry = mean_entry(
+    entry = average_over_seeds(
         [
             replace(RECORD, value=value, details={"degenerate_percent": share}, seed=seed)
             for seed, (value, share) in enumerate(values)
@@ -177,7 +183,7 @@ def test_ends_of_intervals_are_averaged_over_seeds():
     # An interval with only one known end is left out.
     for ends in ((math.nan, 50.0), (20.0, math.nan)):
         half = replace(seeds[0], ci95=ends)
-        both, single = mean_entry([half, seeds[1]]), mean_entry([half])
+        both, single = average_over_seeds([half, seeds[1]]), average_over_seeds([half])
         assert (both.low, both.high) == (34.0, 55.0)
         assert (single.low, single.high) == (None, None)
 
@@ -370,7 +376,7 @@ def test_figures_on_a_full_disk_give_a_one_line_error(store, cli):
 
 # Sheets: the text of a table in every format.
 
-SHEET = Sheet(
+SHEET = PrintedTable(
     title="a title",
     head=("encoder", "voc_1", "b|c"),
     rows=(
@@ -396,7 +402,7 @@ def test_latex_is_escaped_and_uses_booktabs():
         r"\end{tabular}",
     ]
     name = r"\~^<{"
-    sheet = Sheet("", ("block", name), ((Cell("0"), Cell(name)),), ())
+    sheet = PrintedTable("", ("block", name), ((Cell("0"), Cell(name)),), ())
     escaped = r"\textbackslash{}\textasciitilde{}\textasciicircum{}\textless{}\{"
     assert format_sheet(sheet, "latex").count(escaped) == 2
 
@@ -407,7 +413,7 @@ def test_markdown_escapes_bars_and_tags():
     assert lines[2] == r"| encoder | voc_1 | b\|c |"
     assert lines[5] == "| [x] | 7.0 |  |"
     assert lines[-1] == "<sub>one<br>two</sub>"
-    tagged = Sheet("", ("a", "b"), ((Cell("<script>"), Cell("1")),), ())
+    tagged = PrintedTable("", ("a", "b"), ((Cell("<script>"), Cell("1")),), ())
     assert "<script>" not in format_sheet(tagged, "markdown")
 
 
@@ -427,7 +433,7 @@ def test_columns_are_aligned_and_terminal_codes_have_no_width():
         "[x]                    7.0",
     ]
     # Block indices are aligned right.
-    sheet = Sheet("", ("block", "a"), ((Cell("9"), Cell("1")), (Cell("10"), Cell("2"))), ())
+    sheet = PrintedTable("", ("block", "a"), ((Cell("9"), Cell("1")), (Cell("10"), Cell("2"))), ())
     assert format_sheet(sheet, "text").splitlines()[4:6] == ["    9  1", "   10  2"]
 
 
