@@ -11,7 +11,7 @@ from ssl_bench.report.panels import (
     group_by_task,
     group_into_panels,
     list_checkpoints,
-    select_headline_panels,
+    select_main_panels,
 )
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import depth_tables
@@ -132,7 +132,7 @@ def shown() -> dict[str, tuple[ScorePanel, ...]]:
     records = shown_records()
     panels = [
         panel
-        for panel in select_headline_panels(group_into_panels(records, list_checkpoints(records)))
+        for panel in select_main_panels(group_into_panels(records, list_checkpoints(records)))
         if panel.record.num_images >= FEWEST_IMAGES
     ]
     return {task: tuple(those) for task, those in group_by_task(panels).items()}

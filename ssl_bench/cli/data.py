@@ -311,9 +311,9 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             f"dataset {source.name} is generated, so --data-root has no effect. Remove this flag"
         )
     root = own_root if source.is_generated or own_root else str(_require_root(options))
-    unread, read_options = _build_dataset(source.name, root, overrides)
-    dataset = dataset_with_read_options(unread, read_options)
-    if getattr(unread, "leaves_out_unreadable", False):
+    raw_dataset, read_options = _build_dataset(source.name, root, overrides)
+    dataset = dataset_with_read_options(raw_dataset, read_options)
+    if getattr(raw_dataset, "leaves_out_unreadable", False):
         return _check_photographs(source.name, dataset.images(), as_json=options.json)
     counts = {} if options.subset else source.counts
     # Check images without annotations only if the dataset has no annotated images.
@@ -327,10 +327,10 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         for state in states:
             print(escape_lines(_format_state(state)))
-        if classes := _format_classes(source, unread, dataset, states):
+        if classes := _format_classes(source, raw_dataset, dataset, states):
             print(escape_unprintable(classes))
     if any(state["problems"] for state in states):
-        raise _faulty_dataset(source, root, states)
+        raise _dataset_error(source, root, states)
     return 0
 
 
@@ -395,11 +395,11 @@ def _format_state(state: Mapping[str, Any]) -> list[str]:
 
 
 def _format_classes(
-    source: Source, unread: Any, dataset: Dataset, states: Sequence[Mapping[str, Any]]
+    source: Source, raw_dataset: Any, dataset: Dataset, states: Sequence[Mapping[str, Any]]
 ) -> str:
-    names = _class_names(source, unread)
+    names = _class_names(source, raw_dataset)
     if source.name == "ade20k":
-        root = Path(unread.root)
+        root = Path(raw_dataset.root)
         inside = root / "ADEChallengeData2016"
         names = ade20k_class_names(inside if inside.is_dir() else root)
     if names:
@@ -410,7 +410,7 @@ def _format_classes(
     return ""
 
 
-def _faulty_dataset(
+def _dataset_error(
     source: Source, root: str | None, states: Sequence[Mapping[str, Any]]
 ) -> DataError:
     """Return the error for a dataset with problems. Its hint says how to get the complete dataset.

@@ -106,7 +106,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         "dtype": options.dtype,
         "format": options.format,
     }
-    _start_or_continue(out / _ABOUT, json.loads(json.dumps(about)))
+    _write_or_check_description(out / _ABOUT, json.loads(json.dumps(about)))
     num_bytes = _bytes_per_image(extractor, size, options.dtype) * sum(map(len, splits.values()))
     say(f"images are resized to {size[0]} x {size[1]} pixels")
     say(f"writing {format_size(num_bytes)} of features to {out}")
@@ -158,7 +158,7 @@ def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
     return [getattr(dataset, name)() for name in names]
 
 
-def _start_or_continue(path: Path, about: Mapping[str, Any]) -> None:
+def _write_or_check_description(path: Path, about: Mapping[str, Any]) -> None:
     """Write the description `about` of the features to the file `path`.
 
     If the folder of this file already contains features, only check that they have the same

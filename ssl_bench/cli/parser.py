@@ -82,8 +82,8 @@ KEY_OF_FLAG: Mapping[str, Mapping[str, str]] = {
 
 For probes, the key of `--batch-size` depends on the task, so it is not listed here."""
 
-_TASKS = "tasks, separated by commas, or all (default: all)"
-_LAYERS = "block indices starting at 0 (e.g. 11, -1, 0,5,11 or 0-3), or all (default: all)"
+_TASKS_HELP = "tasks, separated by commas, or all (default: all)"
+_LAYERS_HELP = "block indices starting at 0 (e.g. 11, -1, 0,5,11 or 0-3), or all (default: all)"
 _DEVICE = "device: cpu, cuda or cuda:N (default: a GPU if there is one)"
 _RECORDS = "results folder, as written by `ssl-bench probe` (default: results)"
 _RESULTS = "results folder, for scores and figures (default: results)"
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     try:
         with handle_signals(STOP_SIGNALS, raise_stop_signal):
-            code = run(arguments)
+            code = run_command(arguments)
         # Flush now, because an error such as a full disk cannot be reported while Python exits.
         print(end="", flush=True)
         return code
@@ -172,7 +172,7 @@ def command_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.Argum
     )
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_command(arguments: Sequence[str]) -> int:
     """Parse the arguments, run the command that they name and return its exit code."""
     options, overrides = _parse(arguments)
     name, inputs = options.command, list[Any]()
@@ -339,7 +339,7 @@ def _add_features(parser: _Parser) -> None:
     add("--data-root", metavar="DIR", help="folder of the dataset")
     split = "splits (train, val, images, discovery), separated by commas (default: all)"
     add("--split", help=split)
-    add("--layer", default="all", help=_LAYERS)
+    add("--layer", default="all", help=_LAYERS_HELP)
     facet = "kinds of features (token, cls, key, ...), separated by commas (default: cls)"
     add("--facet", default="cls", help=facet)
     size = "height and width of the images in pixels (default: the encoder's native size)"
@@ -361,7 +361,7 @@ def _add_features(parser: _Parser) -> None:
 
 def _add_sweep(parser: _Parser) -> None:
     add = parser.add_argument
-    add("--task", default="all", help=_TASKS)
+    add("--task", default="all", help=_TASKS_HELP)
     _add_probing(parser)
     jobs = (
         "run N processes at a time. If there are fewer than N jobs, the blocks of an encoder are "
@@ -373,9 +373,9 @@ def _add_sweep(parser: _Parser) -> None:
         "--dry-run",
         "print a table of the jobs, with times estimated from results of fewer images, and stop",
     )
-    way = parser.add_mutually_exclusive_group().add_argument
-    way("--print", action="store_true", help="print the command of each unfinished job")
-    way(
+    add_exclusive = parser.add_mutually_exclusive_group().add_argument
+    add_exclusive("--print", action="store_true", help="print the command of each unfinished job")
+    add_exclusive(
         "--slurm",
         action="store_true",
         help="submit the unfinished jobs as a SLURM array (needs ssl-bench[slurm])",
@@ -422,16 +422,18 @@ def _add_reproduce(parser: _Parser) -> None:
     add("--device", help=_DEVICE)
     gpus = "with --print: train on N GPUs with torchrun, and run each probe on one GPU"
     add("--gpus", type=int, metavar="N", help=gpus)
-    way = parser.add_mutually_exclusive_group().add_argument
-    way("--run", action="store_true", help="run the unfinished steps on this machine")
-    way("--print", action="store_true", help="print the commands of all steps in order")
-    way("--table", action="store_true", help="print our values next to the published ones")
+    add_exclusive = parser.add_mutually_exclusive_group().add_argument
+    add_exclusive("--run", action="store_true", help="run the unfinished steps on this machine")
+    add_exclusive("--print", action="store_true", help="print the commands of all steps in order")
+    add_exclusive(
+        "--table", action="store_true", help="print our values next to the published ones"
+    )
 
 
 def _add_table(parser: _Parser) -> None:
     add = parser.add_argument
     _add_filters(parser)
-    add("--layer", default="all", help=_LAYERS)
+    add("--layer", default="all", help=_LAYERS_HELP)
     add("--format", help=_FORMATS)
     add("--out", default="results", metavar="DIR", help=_RECORDS)
     parser.add_switch("--pivot", "print encoders as rows, and datasets and metrics as columns")
@@ -472,7 +474,7 @@ def _add_compare(parser: _Parser) -> None:
 def _add_report(parser: _Parser) -> None:
     add = parser.add_argument
     _add_filters(parser)
-    add("--layer", default="all", help=_LAYERS)
+    add("--layer", default="all", help=_LAYERS_HELP)
     add("--out", default="results", metavar="DIR", help=_RECORDS)
     add("--into", metavar="DIR", help="folder for the report (default: OUT/report)")
     runs = (
@@ -539,7 +541,7 @@ def _add_completion(parser: _Parser) -> None:
 def _add_probing(parser: _Parser) -> None:
     """Add the flags that `probe` and `sweep` share."""
     add = parser.add_argument
-    add("--layer", default="all", help=_LAYERS)
+    add("--layer", default="all", help=_LAYERS_HELP)
     uris = (
         "run folder, RUN@EPOCH, weights file, timm:NAME, pattern such as 'runs/*', or another URI "
         "listed by `ssl-bench models`. May be repeated (default: the newest checkpoint in runs/)"
@@ -578,7 +580,7 @@ def _add_previews(parser: _Parser) -> None:
 
 
 def _add_filters(parser: _Parser) -> None:
-    parser.add_argument("--task", default="all", help=_TASKS)
+    parser.add_argument("--task", default="all", help=_TASKS_HELP)
     for name in ("dataset", "metric", "facet", "protocol"):
         parser.add_argument(
             f"--{name}", help=f"only use scores of these {name}s, separated by commas"

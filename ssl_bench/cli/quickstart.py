@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from ssl_bench.cli.parser import run
+from ssl_bench.cli.parser import run_command
 from ssl_bench.report.panels import (
     ScorePanel,
     group_into_panels,
     list_checkpoints,
-    select_headline_panels,
+    select_main_panels,
 )
 from ssl_bench.results import ResultStore
 from ssl_bench.system.output import align_columns, format_duration, quote_command, say
@@ -60,7 +60,7 @@ def command(options: argparse.Namespace) -> int:
     else:
         # A run folder without weights is left from an interrupted run, which starts again.
         overwrite = ["--overwrite"] if run_folder.exists() else []
-        _run_command(
+        _print_and_run(
             "pretrain", f"model={MODEL}", *PRETRAINING, "--out", str(run_folder), *overwrite
         )
     encoders = (*DEMOS, str(run_folder))
@@ -69,13 +69,13 @@ def command(options: argparse.Namespace) -> int:
     for probes in PROBES:
         # Hide the tables of each command, because one overview at the end is easier to read.
         with redirect_stdout(io.StringIO()):
-            _run_command("probe", *probes, *flags)
-    _run_command("report", "--out", str(results), "--pair", *DEMOS)
+            _print_and_run("probe", *probes, *flags)
+    _print_and_run("report", "--out", str(results), "--pair", *DEMOS)
     records = ResultStore(results).records()
-    panels = select_headline_panels(group_into_panels(records, list_checkpoints(records)))
+    panels = select_main_panels(group_into_panels(records, list_checkpoints(records)))
     shown = [record for panel in panels for record in panel.records]
     draw_curves(depth_tables(shown), results / "curves.png")
-    print("\n" + format_headlines(panels))
+    print("\n" + format_main_scores(panels))
     say("")
     demos = " and ".join(DEMOS)
     say(f"{MODEL} was trained for only a few steps, but {demos} were trained for one to two hours")
@@ -88,7 +88,7 @@ def command(options: argparse.Namespace) -> int:
     return 0
 
 
-def format_headlines(panels: Sequence[ScorePanel]) -> str:
+def format_main_scores(panels: Sequence[ScorePanel]) -> str:
     """Return a table of scores at `NUM_BLOCKS` blocks, from the first block to the last.
 
     There is one row for each encoder and each panel (a group of comparable scores) in `panels`.
@@ -100,7 +100,7 @@ def format_headlines(panels: Sequence[ScorePanel]) -> str:
     rows += [
         (
             *(panel.task, panel.metric_label, line.checkpoint.name),
-            *(point.parts[0] if point else "-" for point in map(line.find_entry, layers)),
+            *(point.text_parts[0] if point else "-" for point in map(line.find_entry, layers)),
         )
         for panel in panels
         for line in panel.lines
@@ -108,7 +108,7 @@ def format_headlines(panels: Sequence[ScorePanel]) -> str:
     return align_columns(rows)
 
 
-def _run_command(*words: str) -> None:
+def _print_and_run(*words: str) -> None:
     say("")
     say(f"$ ssl-bench {quote_command(words)}")
-    run(words)
+    run_command(words)

@@ -47,8 +47,8 @@ def command(options: argparse.Namespace) -> int:
         counts = f"{_count(len(records), 'record')} of {_count(number, 'checkpoint')}"
         counts += f", {_count(len(logs), 'run')}" if logs else ""
         say(f"{counts}: {folder / 'index.html'}")
-    if refused := report.pictures.refused:
-        say(f"{_count(len(refused), 'picture')} cannot be shown: {summarise_problems(refused)}")
+    if rejected := report.pictures.rejected_paths:
+        say(f"{_count(len(rejected), 'picture')} cannot be shown: {summarise_problems(rejected)}")
     return 0
 
 

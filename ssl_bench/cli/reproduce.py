@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ssl_bench.cli.parser import run as run_command
+from ssl_bench.cli.parser import run_command
 from ssl_bench.composition.choices import (
     Experiment,
     choices,
@@ -29,7 +29,7 @@ from ssl_bench.system.output import align_columns, escape_lines, quote_command, 
 from ssl_bench.system.process import get_process_info
 from ssl_bench.tables.paper import PaperTable, paper_table
 from ssl_bench.tables.published import (
-    RUN,
+    RUN_TASK,
     PublishedColumn,
     PublishedTable,
     load_published_tables,
@@ -115,14 +115,14 @@ class Step:
         title: Short description for messages, such as "pretrain skipless".
         trained_run: Name of the run that the command trains. None if the command is a probe.
         needed_run: Name of the run that must be finished before this step, or None.
-        words: Arguments of `ssl-bench`.
+        arguments: Arguments of `ssl-bench`.
         columns: Columns of the table that the command fills.
     """
 
     title: str
     trained_run: str | None
     needed_run: str | None
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     columns: tuple[PublishedColumn, ...] = ()
 
     @property
@@ -140,7 +140,7 @@ class Plan:
         runs: Training runs, in order.
         steps: All commands, in order.
         checkpoints: URI of each row's encoder, by row name.
-        images: Names of all required datasets, with training datasets first.
+        dataset_names: Names of all required datasets, with training datasets first.
         unreachable_rows: Rows that need an epoch after the end of the run, because the user
             shortened the run.
         rows_without_run: Rows for which no training run is defined.
@@ -151,7 +151,7 @@ class Plan:
     runs: tuple[Experiment, ...]
     steps: tuple[Step, ...]
     checkpoints: Mapping[str, str]
-    images: tuple[str, ...]
+    dataset_names: tuple[str, ...]
     unreachable_rows: tuple[str, ...]
     rows_without_run: tuple[str, ...]
 
@@ -358,7 +358,7 @@ def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
     names |= {run.after for run in list_runs(table) if run.name in names and run.after}
     runs = [run for run in list_runs(table) if run.name in names]
     probed = [column for column in columns if column.is_probed]
-    images = [*(run.images for run in runs), *(column.dataset for column in probed)]
+    dataset_names = [*(run.images for run in runs), *(column.dataset for column in probed)]
     return Plan(
         table=table,
         options=options,
@@ -372,7 +372,7 @@ def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
             ),
         ),
         checkpoints={row: options.checkpoint(address) for row, address in addresses.items()},
-        images=tuple(dict.fromkeys(images)),
+        dataset_names=tuple(dict.fromkeys(dataset_names)),
         unreachable_rows=tuple(unreachable),
         rows_without_run=tuple(row for row in rows if row not in table.runs),
     )
@@ -411,7 +411,7 @@ def _training_step(
         settings.append(f"train.keep_epochs=[{','.join(map(str, sorted(epochs)))}]")
     settings += _shorten_lengths(run, options)
     is_row = run.name in table.runs.values()
-    filled = tuple(c for c in columns if is_row and c.task in (SUPERVISED, RUN))
+    filled = tuple(c for c in columns if is_row and c.task in (SUPERVISED, RUN_TASK))
     if any(column.task == SUPERVISED for column in filled):
         settings.append(f"monitor.results={_quote(options.out)}")
     if run.after is not None:
@@ -422,8 +422,8 @@ def _training_step(
         "--resume",
         *options.list_location_flags(run.images),
     ]
-    words = ("pretrain", *settings, *options.run_overrides, *flags)
-    return Step(f"pretrain {run.name}", run.name, run.after, words, filled)
+    arguments = ("pretrain", *settings, *options.run_overrides, *flags)
+    return Step(f"pretrain {run.name}", run.name, run.after, arguments, filled)
 
 
 def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
@@ -473,7 +473,7 @@ def _probe_steps(
             title=f"{' '.join([first.task, *settings])} on {first.dataset}, {address}",
             trained_run=None,
             needed_run=run,
-            words=("probe", "--task", first.task, *_dataset_words(first), *flags, *rest),
+            arguments=("probe", "--task", first.task, *_dataset_words(first), *flags, *rest),
             columns=tuple(filled),
         )
 
@@ -504,9 +504,9 @@ def shell_commands(plan: Plan) -> Iterator[str]:
     """
     gpus, probes = plan.options.gpus, itertools.count()
     for step in plan.steps:
-        words = ["ssl-bench", *step.words]
+        words = ["ssl-bench", *step.arguments]
         if gpus and step.is_training:
-            words = ["torchrun", f"--nproc-per-node={gpus}", "-m", "ssl_bench", *step.words]
+            words = ["torchrun", f"--nproc-per-node={gpus}", "-m", "ssl_bench", *step.arguments]
         elif gpus:
             words += ["--device", f"cuda:{next(probes) % gpus}"]
         yield quote_command(words)
@@ -545,7 +545,7 @@ def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
     count.
     """
     # Recognise the records of an encoder by the digest in the .sha256 file next to its weights.
-    address = Path(step.words[step.words.index("--checkpoint") + 1])
+    address = Path(step.arguments[step.arguments.index("--checkpoint") + 1])
     name, epoch = split_address(address.name)
     weights = "last.safetensors" if epoch is None else f"epoch{epoch:04}.safetensors"
     sidecar = address.with_name(name) / f"{weights}.sha256"
@@ -562,8 +562,8 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
     if states:
         unfinished = [s for s in states.values() if s is None or not s.is_finished]
         yield f"{len(states)} runs, {len(unfinished)} not finished"
-    if plan.images:
-        yield f"datasets: {_format_sizes(plan.images)}"
+    if plan.dataset_names:
+        yield f"datasets: {_format_sizes(plan.dataset_names)}"
     supervised = [c.dataset for c in plan.table.columns if c.task == SUPERVISED]
     if supervised and plan.runs:
         yield (
@@ -611,16 +611,16 @@ def _curve_commands(plan: Plan) -> Iterator[str]:
         yield quote_command(["ssl-bench", "table", *words, "--figure", "curves.png"])
 
 
-def _format_sizes(images: Sequence[str]) -> str:
-    """Return text with the download size of each dataset in `images` and the total size, in GB.
+def _format_sizes(dataset_names: Sequence[str]) -> str:
+    """Return text with the download size of each dataset and the total size, in GB.
 
     Unknown sizes are shown as "?".
     """
-    sizes = {name: SOURCES[name].size / 1e9 for name in images if name in SOURCES}
-    sizes |= {name: size for name, size in TRAINING_GB.items() if name in images}
+    sizes = {name: SOURCES[name].size / 1e9 for name in dataset_names if name in SOURCES}
+    sizes |= {name: size for name, size in TRAINING_GB.items() if name in dataset_names}
     words = [
         f"{name} {sizes[name]:.3g} GB" if sizes.get(name) or name in TRAINING_GB else f"{name} ?"
-        for name in images
+        for name in dataset_names
     ]
     return f"{', '.join(words)} ({sum(sizes.values()):.3g} GB to download)"
 
@@ -645,9 +645,9 @@ def run_steps(
         if step.needed_run in failed:
             outcome = Outcome(0.0, 1, f"needs {step.needed_run}, which is not finished")
         else:
-            say(f"$ ssl-bench {quote_command(step.words)}")
+            say(f"$ ssl-bench {quote_command(step.arguments)}")
             outcome = run_and_catch(
-                lambda words=step.words: execute(words), step.words[0], debug=debug
+                lambda arguments=step.arguments: execute(arguments), step.arguments[0], debug=debug
             )
         if step.trained_run is not None:
             if not outcome.exit_code:

@@ -30,7 +30,7 @@ from ssl_bench.tables.depth import (
 )
 from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.encoders import encoder_table
-from ssl_bench.tables.layer_selection import CHOICES
+from ssl_bench.tables.layer_selection import LAYER_CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.published import PublishedTable, load_published_table
 from ssl_bench.tables.run_logs import read_run_logs
@@ -90,7 +90,7 @@ def _is_overview(options: argparse.Namespace) -> bool:
 def _check_options(options: argparse.Namespace) -> None:
     """Raise ConfigurationError if options conflict, or if an option requires another one."""
     if options.best_layer is not None:
-        require_choice("--best-layer", options.best_layer, CHOICES)
+        require_choice("--best-layer", options.best_layer, LAYER_CHOICES)
         if not (options.pivot or options.paper):
             raise ConfigurationError(
                 "--best-layer chooses one block of each encoder, so it needs a table with one "

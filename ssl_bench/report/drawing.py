@@ -61,8 +61,8 @@ class Curve:
         number: Number of the checkpoint, block or run. The page uses it to hide the curve.
         points: Scores, sorted by x.
         label: Text at the right end of the line, or "".
-        has_marks: Whether every point is drawn as a dot. Otherwise, only single points between two
-            gaps are drawn as dots, because a line through one point is invisible.
+        has_markers: Whether every point is drawn as a dot. Otherwise, only single points between
+            two gaps are drawn as dots, because a line through one point is invisible.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Curve:
     number: int
     points: Sequence[Point]
     label: str = ""
-    has_marks: bool = True
+    has_markers: bool = True
 
 
 class Tick(NamedTuple):
@@ -80,7 +80,7 @@ class Tick(NamedTuple):
     label: str
 
 
-class Mark(NamedTuple):
+class Marker(NamedTuple):
     """A point of a curve in SVG coordinates, which is drawn as a dot or a cross.
 
     Attributes:
@@ -111,7 +111,7 @@ class DrawnCurve(NamedTuple):
     number: int
     line: str
     band: str
-    marks: Sequence[Mark]
+    markers: Sequence[Marker]
     label: Tick | None
 
 
@@ -151,7 +151,7 @@ def draw_chart(
     *,
     y_label: str = "",
     x_label: str = "block",
-    same_axes: Sequence[Curve] = (),
+    axis_curves: Sequence[Curve] = (),
     has_round_ticks: bool = False,
     baselines: Sequence[tuple[str, float]] = (),
     size: Size = LARGE,
@@ -168,14 +168,14 @@ def draw_chart(
         unit: Unit of the scores: "%", or "" for scores without a unit.
         y_label: Label of the vertical axis. The default is the unit.
         x_label: Label of the horizontal axis.
-        same_axes: Curves of other charts. The axes cover them too, so that all these charts have
+        axis_curves: Curves of other charts. The axes cover them too, so that all these charts have
             the same axes.
         has_round_ticks: Whether the ticks of the horizontal axis are round numbers from 0.
             Otherwise, they are the whole numbers among the x coordinates of all points.
         baselines: Names and values of image-independent baselines.
         size: Size of the chart.
     """
-    points = [point for curve in (*curves, *same_axes) for point in curve.points]
+    points = [point for curve in (*curves, *axis_curves) for point in curve.points]
     xs = sorted({point.x for point in points}) or [0]
     # Only draw ticks at whole steps and epochs.
     x_values = choose_ticks(0, xs[-1]) if has_round_ticks else xs
@@ -218,11 +218,11 @@ def draw_chart(
                 _make_path([(to_x(p.x), to_y(p.value)) for p in piece]) for piece in pieces if piece
             ),
             band="".join(map(draw_band, pieces)),
-            marks=[
-                Mark(to_x(p.x), to_y(p.value), p.tooltip, p.is_degenerate, p.value == math.inf)
+            markers=[
+                Marker(to_x(p.x), to_y(p.value), p.tooltip, p.is_degenerate, p.value == math.inf)
                 for piece in pieces
                 for p in piece
-                if curve.has_marks or len(piece) == 1
+                if curve.has_markers or len(piece) == 1
             ],
             label=label,
         )

@@ -11,15 +11,15 @@ from ssl_bench.report.panels import (
     Checkpoint,
     ScoreLine,
     ScorePanel,
-    choose_headline_metric,
+    find_main_metric,
     group_by_split,
     group_by_task,
     name_blocks,
     rank_checkpoints,
-    select_headline_panels,
+    select_main_panels,
 )
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.comparison import score_block, subtract
+from ssl_bench.tables.comparison import get_block_score, subtract
 from ssl_bench.tables.tasks import task_texts
 
 _MAX_COLUMNS = 3
@@ -55,17 +55,17 @@ def build_leaderboard(
     facts = [dict(checkpoint.facts) for checkpoint in checkpoints]
     names = dict.fromkeys(n for row in facts for n in row if n not in _NOT_IN_LEADERBOARD)
     differing = [name for name in names if len({row.get(name) for row in facts}) > 1]
-    headlines = select_headline_panels(panels)
+    main_panels = select_main_panels(panels)
     return Leaderboard(
-        panels=headlines,
-        checkpoints=rank_checkpoints(headlines, checkpoints),
+        panels=main_panels,
+        checkpoints=rank_checkpoints(main_panels, checkpoints),
         fact_names=differing,
         fact_rows=[[row.get(name, "") for name in differing] for row in facts],
         shared_facts=[(name, facts[0][name]) for name in names if name not in differing],
     )
 
 
-def list_best(panel: ScorePanel) -> set[Checkpoint]:
+def find_best_checkpoints(panel: ScorePanel) -> set[Checkpoint]:
     """Return the checkpoint with the highest score at its best block, or several if they tie.
 
     `panel` contains the comparable scores of all checkpoints. The set is empty if fewer than two
@@ -76,7 +76,7 @@ def list_best(panel: ScorePanel) -> set[Checkpoint]:
     return {line.checkpoint for line in lines if line.best_value == highest}
 
 
-def list_indistinguishable(store: ResultStore, panel: ScorePanel) -> set[Checkpoint]:
+def find_tied_checkpoints(store: ResultStore, panel: ScorePanel) -> set[Checkpoint]:
     """Return the checkpoints whose score is lower than the highest one, but not significantly.
 
     `panel` contains the comparable scores of all checkpoints. Each checkpoint is scored at its best
@@ -88,7 +88,7 @@ def list_indistinguishable(store: ResultStore, panel: ScorePanel) -> set[Checkpo
       If one of these intervals is unknown, the difference also counts as significant.
     """
     entries = {line.checkpoint: best for line in panel.lines if (best := line.best_entry)}
-    best = list_best(panel)
+    best = find_best_checkpoints(panel)
     if not best:
         return set()
     first = max(entries, key=lambda checkpoint: entries[checkpoint].value)
@@ -98,7 +98,9 @@ def list_indistinguishable(store: ResultStore, panel: ScorePanel) -> set[Checkpo
         other, entry = load_per_image_scores(store, panel, checkpoint), entries[checkpoint]
         if highest and other and highest.is_paired_with(other):
             difference = subtract(
-                "", score_block(highest.curve, top.layer), score_block(other.curve, entry.layer)
+                "",
+                get_block_score(highest.curve, top.layer),
+                get_block_score(other.curve, entry.layer),
             )
             is_clear = difference.is_significant and difference.value > 0
         else:
@@ -114,7 +116,7 @@ def list_winners(panel: ScorePanel) -> set[Checkpoint]:
     `panel` contains the comparable scores of all checkpoints. The baselines are image-independent,
     such as predicting the most frequent class.
     """
-    entries = {one: panel.find_headline_entry(one) for one in list_best(panel)}
+    entries = {one: panel.find_main_entry(one) for one in find_best_checkpoints(panel)}
     return {one for one, entry in entries.items() if entry and not panel.describe_unbeaten(entry)}
 
 
@@ -125,7 +127,7 @@ def summarize_leaderboard(panels: Sequence[ScorePanel]) -> list[str]:
     no encoder scores significantly higher. Each of `panels` is a group of comparable scores: one
     metric on the same images with the same settings.
     """
-    compared = [panel for panel in panels if list_best(panel)]
+    compared = [panel for panel in panels if find_best_checkpoints(panel)]
     won: dict[Checkpoint, list[str]] = defaultdict(list)
     for panel in compared:
         for checkpoint in list_winners(panel):
@@ -194,7 +196,7 @@ def group_block_tables(lines: Sequence[tuple[ScorePanel, ScoreLine]]) -> list[Bl
     groups = []
     for task, of_task in group_by_task([panel for panel, _ in lines]).items():
         for split_name, of_split in group_by_split(of_task).items():
-            metric = choose_headline_metric(of_split)
+            metric = find_main_metric(of_split)
             panels = sorted(of_split, key=lambda panel, metric=metric: panel.metric != metric)
             columns = [(panel, line_by_panel[panel.number]) for panel in panels]
             # Make as few tables as possible, with numbers of columns that differ by at most one.
@@ -250,14 +252,14 @@ def summarize_checkpoints(
 def _select_summarized_panels(panels: Sequence[ScorePanel]) -> list[ScorePanel]:
     """Return the panels (groups of comparable scores) that `summarize_checkpoints` describes.
 
-    These are the panels that `select_headline_panels` returns for all panels, and for the panels of
+    These are the panels that `select_main_panels` returns for all panels, and for the panels of
     each single protocol (preset of a probe's settings). Panels of the same task and split are
     neighbours.
     """
-    chosen = {panel.number: panel for panel in select_headline_panels(panels)}
+    chosen = {panel.number: panel for panel in select_main_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):
         of_protocol = [panel for panel in panels if panel.protocol == protocol]
-        chosen |= {panel.number: panel for panel in select_headline_panels(of_protocol)}
+        chosen |= {panel.number: panel for panel in select_main_panels(of_protocol)}
     order = list(dict.fromkeys((panel.task, panel.split_name) for panel in chosen.values()))
     return sorted(chosen.values(), key=lambda panel: order.index((panel.task, panel.split_name)))
 
@@ -283,8 +285,8 @@ def find_lower_blocks(
         return None
     side = load_per_image_scores(store, panel, line.checkpoint) if is_paired else None
     if side is not None and best.layer in side.curve.blocks:
-        highest = score_block(side.curve, best.layer)
-        rows = [subtract("", highest, score_block(side.curve, n)) for n in side.curve.blocks]
+        highest = get_block_score(side.curve, best.layer)
+        rows = [subtract("", highest, get_block_score(side.curve, n)) for n in side.curve.blocks]
         return {row.layers[1][0] for row in rows if row.is_significant and row.value > 0}
     low = best.low
     highs = {entry.layer: entry.high for entry in line.entries if not entry.is_degenerate}
@@ -303,39 +305,39 @@ def summarize_line(subject: str, panel: ScorePanel, line: ScoreLine, lower: set[
         lower: The blocks that score significantly lower than the best one. None if unknown.
     """
     metric = task_texts(panel.task).metrics.get(panel.metric, panel.metric)
-    place = f"{subject} on {panel.dataset}"
+    beginning = f"{subject} on {panel.dataset}"
     valued = [entry for entry in line.entries if not math.isnan(entry.value)]
     if not valued:
         reason = line.entries[0].reason
-        return f"{place} has no {metric} at any block{f' ({reason})' if reason else ''}."
+        return f"{beginning} has no {metric} at any block{f' ({reason})' if reason else ''}."
     if not panel.is_ranked:
         low = min(valued, key=lambda entry: entry.value)
         high = max(valued, key=lambda entry: entry.value)
         name = f"On {panel.dataset}, {panel.metric} ({panel.facet})"
         if low.value == high.value:
             blocks = name_blocks([entry.layer for entry in valued])
-            return f"{name} is {low.parts[0]} at {blocks}. Higher is not better."
+            return f"{name} is {low.text_parts[0]} at {blocks}. Higher is not better."
         return (
-            f"{name} ranges from {low.parts[0]} at block {low.layer} to {high.parts[0]} at block "
-            f"{high.layer}. Higher is not better."
+            f"{name} ranges from {low.text_parts[0]} at block {low.layer} to {high.text_parts[0]} "
+            f"at block {high.layer}. Higher is not better."
         )
     degenerate = [entry.layer for entry in valued if entry.is_degenerate]
     best = line.best_entry
     if best is None:
         blocks = name_blocks(degenerate)
-        return f"{place} has no best block because {blocks} {_be(len(degenerate))} degenerate."
+        return f"{beginning} has no best block because {blocks} {_be(len(degenerate))} degenerate."
     unit = " %" if panel.unit == "%" else ""
-    value = f"{best.parts[0]}{unit} {metric}"
+    value = f"{best.text_parts[0]}{unit} {metric}"
     count = sum(entry.is_rankable for entry in valued)
     others = count - len(line.marked_entries)
     if count == 1:
-        sentences = [f"{place} reaches {value} at block {best.layer}."]
+        sentences = [f"{beginning} reaches {value} at block {best.layer}."]
     elif not line.marked_entries:
-        sentences = [f"{place} reaches {value} at all {count} blocks."]
+        sentences = [f"{beginning} reaches {value} at all {count} blocks."]
     else:
         blocks = name_blocks([entry.layer for entry in line.marked_entries])
         clearly = f", {_count_lower(len(lower), others)}" if lower is not None and others else ""
-        sentences = [f"{place} works best at {blocks}: {value}{clearly}."]
+        sentences = [f"{beginning} works best at {blocks}: {value}{clearly}."]
     if unbeaten := panel.describe_unbeaten(best):
         sentences.append(f"That is {unbeaten}, an image-independent baseline.")
     if degenerate:

@@ -9,8 +9,8 @@ from typing import Any
 from ssl_bench.report.drawing import LARGE, SMALL, Chart, Curve, Point, Size, draw_chart
 from ssl_bench.report.overview import (
     build_leaderboard,
+    find_tied_checkpoints,
     group_block_tables,
-    list_indistinguishable,
     list_unreadable_images,
     list_winners,
     summarize_checkpoints,
@@ -22,8 +22,8 @@ from ssl_bench.report.panels import (
     Checkpoint,
     ScoreLine,
     ScorePanel,
-    choose_headline_metric,
     explain_missing_values,
+    find_main_metric,
     group_by_split,
     group_by_task,
     group_into_panels,
@@ -31,7 +31,7 @@ from ssl_bench.report.panels import (
     make_point,
     mute_checkpoints,
     rank_checkpoints,
-    select_headline_panels,
+    select_main_panels,
 )
 from ssl_bench.report.pictures import (
     Gallery,
@@ -49,7 +49,7 @@ from ssl_bench.report.trends import PanelTrends, draw_severities, find_epoch_tre
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.output import format_duration, safe_file_name
 from ssl_bench.tables.comparison import code_warning, difference_footnotes
-from ssl_bench.tables.entries import dagger_meaning, footnote, image_size_note
+from ssl_bench.tables.entries import explain_dagger, format_footnote, image_size_note
 from ssl_bench.tables.published import PublishedValue, find_published_values
 from ssl_bench.tables.run_logs import RunLog
 from ssl_bench.tables.severities import SeverityTable
@@ -132,8 +132,8 @@ def build_report(
     checkpoints, pictures = list_checkpoints(records), PictureFiles(store.root)
     panels = group_into_panels(records, checkpoints)
     if len(checkpoints) > len(PALETTE):
-        headlines = select_headline_panels(list_clean_panels(panels))
-        best = rank_checkpoints(headlines, checkpoints)[: len(PALETTE)]
+        main_panels = select_main_panels(list_clean_panels(panels))
+        best = rank_checkpoints(main_panels, checkpoints)[: len(PALETTE)]
         checkpoints = mute_checkpoints(checkpoints, best)
         panels = group_into_panels(records, checkpoints)
     galleries = {
@@ -159,16 +159,16 @@ def build_report(
 def build_index_page(report: Report) -> Page:
     panels, checkpoints = report.panels, report.checkpoints
     leaderboard = build_leaderboard(report.clean_panels, checkpoints)
-    headlines, rows = leaderboard.panels, leaderboard.checkpoints
+    main_panels, rows = leaderboard.panels, leaderboard.checkpoints
     entries = [
         entry
-        for panel in headlines
+        for panel in main_panels
         for checkpoint in checkpoints
-        if (entry := panel.find_headline_entry(checkpoint))
+        if (entry := panel.find_main_entry(checkpoint))
     ]
     views = {panel.number: _build_panel_view(panel) for panel in panels}
-    hits = count_hits(report.store, headlines)
-    places = Counter((panel.task, panel.split_name) for panel in headlines)
+    hits = count_hits(report.store, main_panels)
+    places = Counter((panel.task, panel.split_name) for panel in main_panels)
     return {
         "num_records": len(report.records),
         "num_unreadable": len(report.store.unreadable),
@@ -183,20 +183,20 @@ def build_index_page(report: Report) -> Page:
                 "has_variant": places[panel.task, panel.split_name] > 1,
                 "chart": _draw_lines(panel, _sort_lines(panel, rows), size=SMALL),
                 "best": list_winners(panel),
-                "indistinguishable": list_indistinguishable(report.store, panel),
+                "tied": find_tied_checkpoints(report.store, panel),
             }
-            for panel in headlines
+            for panel in main_panels
         ],
-        "verdicts": summarize_leaderboard(headlines),
-        "has_baselines": any(panel.baselines for panel in headlines),
-        "has_degenerate": any(panel.metric == "degenerate" for panel in headlines),
-        "has_crosses": any(e.is_degenerate for panel in headlines for e in panel.entries),
+        "verdicts": summarize_leaderboard(main_panels),
+        "has_baselines": any(panel.baselines for panel in main_panels),
+        "has_degenerate": any(panel.metric == "degenerate" for panel in main_panels),
+        "has_crosses": any(e.is_degenerate for panel in main_panels for e in panel.entries),
         "notes": [
-            *list_unreadable_images(headlines),
+            *list_unreadable_images(main_panels),
             explain_missing_values(entries),
-            dagger_meaning(entry.degenerate_percent for panel in panels for entry in panel.entries),
+            explain_dagger(entry.degenerate_percent for panel in panels for entry in panel.entries),
         ],
-        "strips": select_strips(report.pictures, rows, report.galleries, headlines, hits),
+        "strips": select_strips(report.pictures, rows, report.galleries, main_panels, hits),
         "has_hits": any(hits.values()),
         "panels_with_epochs": {trends.panel.number for trends in report.epochs},
         "has_severities": bool(report.severities),
@@ -267,7 +267,7 @@ def _build_panel_view(panel: ScorePanel) -> dict[str, Any]:
     # Make one table per source and description of the differences between the experiments.
     published: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
     for value in find_published_values(panel.record):
-        published[value.source, value.differs].append(value)
+        published[value.source, value.experiment_notes].append(value)
     # Published values refer to full datasets, so they are not drawn for subsets.
     heights = [
         (f"published: {value.row}, {value.column}, {value.value:.1f}", value.value)
@@ -281,8 +281,8 @@ def _build_panel_view(panel: ScorePanel) -> dict[str, Any]:
         "chart": _draw_lines(panel, lines, heights),
         "reasons": explain_missing_values(panel.entries),
         "published": [
-            {"source": source, "differs": differs, "rows": rows}
-            for (source, differs), rows in published.items()
+            {"source": source, "experiment_notes": notes, "rows": rows}
+            for (source, notes), rows in published.items()
         ],
     }
 
@@ -297,12 +297,12 @@ def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     groups = []
     for split_name, panels in group_by_split([view["panel"] for view in views]).items():
         of_split = [view for view in views if view["panel"].split_name == split_name]
-        metric = choose_headline_metric(panels)
+        metric = find_main_metric(panels)
         shown, folded = [], []
         for view in of_split:
             panel = view["panel"]
-            is_headline = panel.metric == metric and panel.is_ranked
-            is_shown = is_headline or len(of_split) <= _MAX_UNFOLDED
+            is_main = panel.metric == metric and panel.is_ranked
+            is_shown = is_main or len(of_split) <= _MAX_UNFOLDED
             (shown if is_shown else folded).append(view)
         groups.append({"split_name": split_name, "views": shown, "folded": folded})
     return groups
@@ -336,7 +336,7 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "scores": group_block_tables([(p, line) for p, line in lines if p.task in ranked]),
         "properties": group_block_tables([(p, line) for p, line in lines if p.task not in ranked]),
         "notes": [
-            dagger_meaning(entry.degenerate_percent for entry in entries),
+            explain_dagger(entry.degenerate_percent for entry in entries),
             *list_unreadable_images(panels),
             explain_missing_values(entries),
         ],
@@ -404,7 +404,7 @@ def _list_evaluations(store: ResultStore, records: Sequence[Record]) -> list[dic
         runs.append(
             {
                 "title": title,
-                "footnote": footnote(members),
+                "footnote": format_footnote(members),
                 "fingerprint": members[0].dataset_fingerprint,
                 "settings": [(n, str(value)) for n, value in sorted(members[0].settings.items())],
                 "num_images": num_images,
@@ -432,7 +432,9 @@ def build_pair_page(report: Report, pair: Pair, compared: Sequence[PanelComparis
             report.pictures,
             [[(first.name, left), (second.name, right)] for left, right in galleries],
         ),
-        "dagger": dagger_meaning(percent for row in rows for percent in row.difference.degenerate),
+        "dagger": explain_dagger(
+            percent for row in rows for percent in row.difference.degenerate_percents
+        ),
     }
 
 

@@ -21,9 +21,9 @@ from ssl_bench.tables.entries import (
     ScoreEntry,
     choose_main_metric,
     comparable_groups,
-    dagger_meaning,
     differing_settings,
-    footnote,
+    explain_dagger,
+    format_footnote,
     group_and_average,
     list_baselines,
     metric_with_unit,
@@ -346,7 +346,7 @@ class ScorePanel:
 
     @cached_property
     def dagger_note(self) -> str:
-        return dagger_meaning(entry.degenerate_percent for entry in self.entries)
+        return explain_dagger(entry.degenerate_percent for entry in self.entries)
 
     @cached_property
     def baselines(self) -> tuple[tuple[str, float], ...]:
@@ -367,7 +367,7 @@ class ScorePanel:
         names = [name for name, value in self.baselines if low <= value]
         return f"not significantly above {' and '.join(names)}" if names else ""
 
-    def find_headline_entry(self, checkpoint: Checkpoint) -> ScoreEntry | None:
+    def find_main_entry(self, checkpoint: Checkpoint) -> ScoreEntry | None:
         """Return the score that represents a checkpoint in overviews, or None if it has no score.
 
         This is the score of its best block. If no block can be the best, it is the score of the
@@ -397,8 +397,8 @@ def group_into_panels(
     panels = []
     for number, group in enumerate(groups):
         first = group[0]
-        rivals = [r for r in firsts if all(getattr(r, n) == getattr(first, n) for n in names)]
-        differing = differing_settings(first, rivals)
+        namesakes = [r for r in firsts if all(getattr(r, n) == getattr(first, n) for n in names)]
+        differing = differing_settings(first, namesakes)
         means = group_and_average(
             sorted(group, key=lambda record: record.seed),
             lambda record: (record.encoder_id, record.layer),
@@ -417,7 +417,7 @@ def group_into_panels(
                     for checkpoint in checkpoints
                     if checkpoint.encoder_id in entries
                 ),
-                footnote=footnote(group),
+                footnote=format_footnote(group),
             )
         )
     return tuple(panels)
@@ -449,7 +449,7 @@ def name_blocks(layers: Sequence[int]) -> str:
     return f"blocks {', '.join(others)} and {last}" if others else f"block {last}"
 
 
-def choose_headline_metric(panels: Sequence[ScorePanel]) -> str:
+def find_main_metric(panels: Sequence[ScorePanel]) -> str:
     """Return the main metric of a task, which represents the task in overviews.
 
     `panels` contains the panels (groups of comparable scores) of this task.
@@ -457,7 +457,7 @@ def choose_headline_metric(panels: Sequence[ScorePanel]) -> str:
     return choose_main_metric(panels[0].task, [(panel.metric, panel.is_ranked) for panel in panels])
 
 
-def select_headline_panels(panels: Sequence[ScorePanel]) -> tuple[ScorePanel, ...]:
+def select_main_panels(panels: Sequence[ScorePanel]) -> tuple[ScorePanel, ...]:
     """Return the panels that represent each task on each split of a dataset in overviews.
 
     A panel is a group of comparable scores. Only panels of the task's main metric are considered.
@@ -472,15 +472,15 @@ def select_headline_panels(panels: Sequence[ScorePanel]) -> tuple[ScorePanel, ..
     chosen = []
     for of_task in group_by_task(panels).values():
         for of_split in group_by_split(of_task).values():
-            metric = choose_headline_metric(of_split)
-            rivals = [panel for panel in of_split if panel.metric == metric]
+            metric = find_main_metric(of_split)
+            candidates = [panel for panel in of_split if panel.metric == metric]
             # Sorting is stable, so newer panels come first among panels of equal rank.
-            rivals.sort(key=lambda panel: panel.newest, reverse=True)
-            rivals.sort(key=rank)
-            kind = (rivals[0].facet, rivals[0].protocol)
-            rivals.sort(key=lambda panel, kind=kind: (panel.facet, panel.protocol) != kind)
+            candidates.sort(key=lambda panel: panel.newest, reverse=True)
+            candidates.sort(key=rank)
+            kind = (candidates[0].facet, candidates[0].protocol)
+            candidates.sort(key=lambda panel, kind=kind: (panel.facet, panel.protocol) != kind)
             covered: set[int] = set()
-            for panel in rivals:
+            for panel in candidates:
                 numbers = {line.checkpoint.number for line in panel.lines}
                 if not numbers <= covered:
                     chosen.append(panel)

@@ -51,12 +51,13 @@ class PictureFiles:
     """The picture files of a results folder, which may come from an untrusted source.
 
     Only PNG files are shown, because an SVG file can contain scripts. Symbolic links are not
-    followed. The attribute `refused` maps each rejected path to the reason why it is not shown.
+    followed. The attribute `rejected_paths` maps each of these paths to the reason why it is not
+    shown.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.refused: dict[Path, str] = {}
+        self.rejected_paths: dict[Path, str] = {}
         self._sizes: dict[Path, PictureSize] = {}
 
     def list_below(self, folder: str) -> list[PurePosixPath]:
@@ -67,7 +68,7 @@ class PictureFiles:
         place = self.root / folder
         parents = [place, *place.parents]
         links = [path for path in parents[: parents.index(self.root)] if path.is_symlink()]
-        self.refused.update(dict.fromkeys(links, "a link, and links are not followed"))
+        self.rejected_paths.update(dict.fromkeys(links, "a link, and links are not followed"))
         if links:
             return []
         paths = sorted(path for path in place.rglob("*") if self._is_shown(path))
@@ -89,17 +90,19 @@ class PictureFiles:
         if path.is_symlink() or path.suffix == ".png":
             return self._is_png(path)
         if path.suffix == ".svg" and not path.with_suffix(".png").is_file():
-            self.refused[path] = "an SVG can hold scripts (probe.grid=both also writes a PNG)"
+            self.rejected_paths[path] = (
+                "an SVG can hold scripts (probe.grid=both also writes a PNG)"
+            )
         return False
 
     def _is_png(self, path: Path) -> bool:
         try:
             self._sizes[path] = self._read_size(path)
         except OSError as error:
-            self.refused[path] = error.strerror or "not a PNG file"
+            self.rejected_paths[path] = error.strerror or "not a PNG file"
         return path in self._sizes
 
-    def measure(self, name: str) -> PictureSize:
+    def picture_size(self, name: str) -> PictureSize:
         """Return the size of the picture at the path `name`, relative to the results folder.
 
         The method `list_below` must have returned this picture before.
@@ -133,26 +136,26 @@ class Gallery:
     files[image]`.
 
     Attributes:
-        images: Eight digits that identify the image set, from the digest of its images.
+        image_set_id: Eight digits that identify the image set, from the digest of its images.
         variant: Protocol and facet (kind of feature), such as "reference key".
         prefixes: First part of each path, by block index. If each picture shows all blocks, the
             only key is None.
         files: Last part of each path, by the title of the image.
-        data: Label of the image set. Empty unless the dataset has several image sets.
+        image_set_label: Label of the image set. Empty unless the dataset has several image sets.
     """
 
     task: str
     dataset: str
-    images: str
+    image_set_id: str
     variant: str
     prefixes: dict[int | None, str]
     files: dict[str, str]
-    data: str = ""
+    image_set_label: str = ""
 
     @property
     def title(self) -> str:
         """Task, dataset and protocol (preset), such as "pca on folder, protocol image"."""
-        parts = (f"{self.task} on {self.dataset}", self.protocol, self.data)
+        parts = (f"{self.task} on {self.dataset}", self.protocol, self.image_set_label)
         return ", ".join(part for part in parts if part)
 
     @property
@@ -160,13 +163,13 @@ class Gallery:
         return f"protocol {self.variant}" if self.variant else ""
 
     @property
-    def kind(self) -> tuple[str, str, str, str, bool]:
+    def match_key(self) -> tuple[str, str, str, str, bool]:
         """Key that is equal for galleries of different checkpoints that can be shown side by side.
 
         It contains the task, the dataset, the image set, the variant, and whether each picture
         shows all blocks.
         """
-        return self.task, self.dataset, self.images, self.variant, not self.layers
+        return self.task, self.dataset, self.image_set_id, self.variant, not self.layers
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -243,8 +246,8 @@ def _find_block_galleries(
     galleries = []
     for variant, by_layer in images.items():
         # Keep only images that were drawn at every block, so that every path exists.
-        everywhere = set.intersection(*map(set, by_layer.values()))
-        files = _title_images({PurePosixPath(file).stem: file for file in sorted(everywhere)})
+        common_files = set.intersection(*map(set, by_layer.values()))
+        files = _title_images({PurePosixPath(file).stem: file for file in sorted(common_files)})
         own: dict[int | None, str] = {n: prefixes[variant, n] for n in sorted(by_layer)}
         if files:
             galleries.append(replace(template, variant=variant, prefixes=own, files=files))
@@ -325,13 +328,13 @@ def pair_galleries(
 ) -> list[tuple[Gallery, Gallery]]:
     """Return pairs of galleries that can be shown side by side, one gallery of each checkpoint.
 
-    The galleries of a pair have the same `Gallery.kind`. Only the blocks and images that both
+    The galleries of a pair have the same `Gallery.match_key`. Only the blocks and images that both
     galleries have are kept.
     """
-    others = {gallery.kind: gallery for gallery in second}
+    others = {gallery.match_key: gallery for gallery in second}
     pairs = []
     for gallery in first:
-        other = others.get(gallery.kind)
+        other = others.get(gallery.match_key)
         layers = [n for n in gallery.prefixes if other and n in other.prefixes]
         images = [image for image in gallery.files if other and image in other.files]
         if other and layers and images:
@@ -343,15 +346,15 @@ def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, li
     """Label the image set of each gallery if its task and dataset have several image sets.
 
     For example, a dataset gets a new image set if one of its images is replaced. The label is
-    stored in `Gallery.data`. The keys of `galleries` are encoder ids.
+    stored in `Gallery.image_set_label`. The keys of `galleries` are encoder ids.
     """
     sets: dict[tuple[str, str], set[str]] = defaultdict(set)
     for of_encoder in galleries.values():
         for gallery in of_encoder:
-            sets[gallery.task, gallery.dataset].add(gallery.images)
+            sets[gallery.task, gallery.dataset].add(gallery.image_set_id)
     return {
         encoder: [
-            replace(gallery, data=f"data {gallery.images[:6]}")
+            replace(gallery, image_set_label=f"data {gallery.image_set_id[:6]}")
             if len(sets[gallery.task, gallery.dataset]) > 1
             else gallery
             for gallery in of_encoder
@@ -414,21 +417,21 @@ def select_strips(
         checkpoint: [
             gallery
             for gallery in galleries[checkpoint.encoder_id]
-            if (gallery.task, gallery.dataset, gallery.images) in scored
+            if (gallery.task, gallery.dataset, gallery.image_set_id) in scored
             or (gallery.task, gallery.dataset) not in places
         ]
         for checkpoint in checkpoints
     }
     every = [gallery for of_checkpoint in shown.values() for gallery in of_checkpoint]
-    uses = Counter(gallery.kind for gallery in every)
-    image_uses = Counter((gallery.kind, image) for gallery in every for image in gallery.files)
+    uses = Counter(gallery.match_key for gallery in every)
+    image_uses = Counter((gallery.match_key, image) for gallery in every for image in gallery.files)
 
     def rank_task(task: str) -> tuple[bool, int, str]:
         has_blocks = any(gallery.layers for gallery in every if gallery.task == task)
         return not has_blocks, task_texts(task).rank, task
 
     def rank_image(gallery: Gallery, image: str) -> tuple[int, float]:
-        return image_uses[gallery.kind, image], hits.get(gallery.files[image], 0.0)
+        return image_uses[gallery.match_key, image], hits.get(gallery.files[image], 0.0)
 
     strips = []
     tasks = sorted({gallery.task for gallery in every}, key=rank_task)
@@ -436,7 +439,7 @@ def select_strips(
         for checkpoint in checkpoints:
             own = [gallery for gallery in shown[checkpoint] if gallery.task == task]
             if own:
-                chosen = min(own, key=lambda g: (not g.layers, -uses[g.kind], -len(g.layers)))
+                chosen = min(own, key=lambda g: (not g.layers, -uses[g.match_key], -len(g.layers)))
                 image = max(chosen.files, key=partial(rank_image, chosen))
                 best = _find_best_layer(panels, checkpoint, chosen)
                 strips.append(_make_strip(files, checkpoint, chosen, image, *best))
@@ -498,7 +501,7 @@ def _make_strip(
     pictures = []
     for layer in sorted(layers, key=lambda layer: layer != best):
         path, block = gallery.path(layer, image), _name_block(layer)
-        size, tile = files.measure(path), task_texts(gallery.task).strip_tile
+        size, tile = files.picture_size(path), task_texts(gallery.task).strip_tile
         is_cut = layer is not None and tile is not None and len(size.tiles) > 0
         view = size.tiles[tile] if is_cut else None
         alt = f"{checkpoint.name}, {gallery.title}, {block}, image {image}"
@@ -518,13 +521,13 @@ def build_picture_sections(
     """Return one section per task, in which readers choose the image and the block to view.
 
     Each element of `shown` lists the galleries that are shown side by side, as pairs (name of the
-    checkpoint, gallery). These galleries must have the same `Gallery.kind`, blocks and images.
+    checkpoint, gallery). These galleries must have the same `Gallery.match_key`, blocks and images.
     """
     by_task: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def rank(sides: Sequence[tuple[str, Gallery]]) -> tuple[int, str, bool, tuple[object, ...]]:
         gallery = sides[0][1]
-        return task_texts(gallery.task).rank, gallery.task, not gallery.layers, gallery.kind
+        return task_texts(gallery.task).rank, gallery.task, not gallery.layers, gallery.match_key
 
     for sides in sorted(shown, key=rank):
         by_task[sides[0][1].task].append(_build_viewer(files, sides))
@@ -544,7 +547,8 @@ def _build_viewer(files: PictureFiles, sides: Sequence[tuple[str, Gallery]]) -> 
     layers: list[int | None] = list(first.layers) or [None]
     images, start = list(first.files), len(layers) - 1
     block = _name_block(layers[start])
-    parts = (first.dataset, first.protocol, first.data, "" if first.layers else "all blocks")
+    parts = [first.dataset, first.protocol, first.image_set_label]
+    parts += [] if first.layers else ["all blocks"]
     return {
         "title": ", ".join(part for part in parts if part),
         "images": images,
@@ -555,7 +559,7 @@ def _build_viewer(files: PictureFiles, sides: Sequence[tuple[str, Gallery]]) -> 
                 "name": name,
                 "address": make_link(gallery.path(layers[start], images[0])),
                 "alt": f"{name}, {first.title}, {block}, image {images[0]}",
-                "size": files.measure(gallery.path(layers[start], images[0])),
+                "size": files.picture_size(gallery.path(layers[start], images[0])),
             }
             for name, gallery in sides
         ],
@@ -563,7 +567,7 @@ def _build_viewer(files: PictureFiles, sides: Sequence[tuple[str, Gallery]]) -> 
             "what": first.title,
             "layers": list(first.layers),
             "images": [
-                [image, make_link(first.files[image]), *files.measure(path)[:2]]
+                [image, make_link(first.files[image]), *files.picture_size(path)[:2]]
                 for image in images
                 for path in [first.path(layers[start], image)]
             ],

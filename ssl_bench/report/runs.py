@@ -18,11 +18,11 @@ from ssl_bench.tables.run_logs import (
     read_run_state,
     sort_measures,
 )
-from ssl_bench.tables.steps import MAX_POINTS, StepTable, format_logged, pivot_logs
+from ssl_bench.tables.steps import MAX_POINTS, StepTable, format_logged, tabulate_logs
 from ssl_bench.tables.styles import choose_styles
 
 # Largest number of points for which a curve has a dot at each point.
-_MAX_MARKS = 30
+_MAX_MARKERS = 30
 _SHOWN_MEASURES = ("loss", "lr", "images_per_second")
 
 
@@ -130,12 +130,12 @@ def _draw_measure(
     unit = measure_unit(measure)
     label = f"{measure} ({unit})" if unit else measure
     series = [
-        log.shorten(measure, interval_ends(log.last_step, MAX_POINTS))
+        log.summarise_intervals(measure, interval_ends(log.last_step, MAX_POINTS))
         if measure in log.curves
         else {}
         for log in logs
     ]
-    has_marks = max(map(len, series)) <= _MAX_MARKS
+    has_markers = max(map(len, series)) <= _MAX_MARKERS
     curves = []
     for log, line, means in zip(logs, lines, series, strict=True):
         if not means:
@@ -146,9 +146,9 @@ def _draw_measure(
             x = step / (length or 1)
             tooltip = f"{log.name}, {axis} {x:g}: {format_logged(mean.value, unit)}"
             points.append(Point(x, *mean, tooltip))
-        curves.append(Curve(log.name, line.style, line.number, points, has_marks=has_marks))
+        curves.append(Curve(log.name, line.style, line.number, points, has_markers=has_markers))
     return MeasurePanel(
         measure=measure,
         chart=draw_chart(curves, unit=unit, y_label=label, x_label=axis, has_round_ticks=True),
-        table=pivot_logs(logs, [measure], NUM_ROWS, title=measure),
+        table=tabulate_logs(logs, [measure], NUM_ROWS, title=measure),
     )

@@ -92,7 +92,7 @@ class PanelTrends(NamedTuple):
                 unit=panel.unit,
                 y_label=panel.metric_label,
                 x_label="epoch",
-                same_axes=[curve for others in curves for curve in others],
+                axis_curves=[curve for others in curves for curve in others],
                 baselines=panel.baselines,
             )
             for own in curves
@@ -143,13 +143,13 @@ def draw_severities(records: Sequence[Record]) -> list[tuple[SeverityTable, Char
     shown = [record for record in records if metrics.get((record.task,)) == record.metric]
     drawn = []
     for table in severity_tables(shown) if corrupted else ():
-        behind = [record for entry in table.entries.values() for record in entry.records]
+        table_records = [record for entry in table.entries.values() for record in entry.records]
         chart = draw_chart(
             Trend(table.model, table.curves()).make_curves(),
             unit=table.record.unit,
             y_label=metric_with_unit(table.record),
             x_label="severity",
-            baselines=list_baselines(behind),
+            baselines=list_baselines(table_records),
         )
         drawn.append((table, chart))
     return drawn

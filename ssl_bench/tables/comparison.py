@@ -19,18 +19,18 @@ from ssl_bench.tables.depth import (
 )
 from ssl_bench.tables.entries import (
     comparable_groups,
-    dagger,
-    dagger_meaning,
+    explain_dagger,
+    format_dagger,
     image_size_note,
     table_title,
     table_titles,
     trusted_note,
 )
-from ssl_bench.tables.layer_selection import mixed_notes
+from ssl_bench.tables.layer_selection import miou_choice_notes
 from ssl_bench.tables.sheets import NO_VALUE, Cell, PrintedTable, Table
 
 _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
-_QUESTION = ("task", "dataset", "metric", "facet", "protocol")
+_MATCHED_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """Fields that must be equal in two stored scores before their other fields are compared."""
 
 
@@ -45,8 +45,8 @@ class Difference:
         low: Lower end of the 95 % interval of the difference, or NaN if there is no interval.
         high: Upper end of the 95 % interval, or NaN if there is no interval.
         layers: Block indices of the first score and of the second score.
-        degenerate: For each score, the percentage of degenerate images, whose result is arbitrary.
-            None if unknown.
+        degenerate_percents: For each score, the percentage of degenerate images, whose result is
+            arbitrary. None if unknown.
         p: Two-sided p-value of the difference, or NaN if there is no interval.
         p_holm: The p-value after Holm's correction for the number of rows that compare two blocks.
             NaN for all other rows of the table, and for rows that were not tested.
@@ -58,7 +58,7 @@ class Difference:
     low: float
     high: float
     layers: tuple[tuple[int, ...], tuple[int, ...]]
-    degenerate: tuple[float | None, float | None] = (None, None)
+    degenerate_percents: tuple[float | None, float | None] = (None, None)
     p: float = math.nan
     p_holm: float = math.nan
 
@@ -77,7 +77,7 @@ class Difference:
         A score is degenerate if more than `MAX_DEGENERATE_PERCENT` % of the images have an
         arbitrary result, for example because rounding errors decide it.
         """
-        return any(map(is_degenerate, self.degenerate))
+        return any(map(is_degenerate, self.degenerate_percents))
 
     @property
     def is_significant(self) -> bool:
@@ -94,11 +94,11 @@ class Difference:
 
     @property
     def first_text(self) -> str:
-        return _format_number(self.first, ".1f") + dagger(self.degenerate[0])
+        return _format_number(self.first, ".1f") + format_dagger(self.degenerate_percents[0])
 
     @property
     def second_text(self) -> str:
-        return _format_number(self.second, ".1f") + dagger(self.degenerate[1])
+        return _format_number(self.second, ".1f") + format_dagger(self.degenerate_percents[1])
 
     @property
     def text(self) -> str:
@@ -117,7 +117,7 @@ class Difference:
         values = {"first": self.first, "second": self.second, "difference": self.value}
         values |= {"low": self.low, "high": self.high, "p": self.p, "p_holm": self.p_holm}
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
-        first, second = self.degenerate
+        first, second = self.degenerate_percents
         return {
             **finite,
             "interval_leaves_out_0": self.interval_excludes_0,
@@ -137,15 +137,16 @@ class PairedScore(NamedTuple):
     Attributes:
         estimate: The score, with the data for its confidence interval.
         layers: Indices of the blocks from which the score was computed.
-        degenerate: Percentage of degenerate images, whose result is arbitrary, or None if unknown.
+        degenerate_percent: Percentage of degenerate images, whose result is arbitrary, or None if
+            unknown.
     """
 
     estimate: Estimate
     layers: tuple[int, ...]
-    degenerate: float | None = None
+    degenerate_percent: float | None = None
 
 
-def score_block(curve: ImageCurve, layer: int) -> PairedScore:
+def get_block_score(curve: ImageCurve, layer: int) -> PairedScore:
     return PairedScore(curve.blocks[layer], (layer,), curve.degenerate.get(layer))
 
 
@@ -174,7 +175,7 @@ def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
         low,
         high,
         (first.layers, second.layers),
-        (first.degenerate, second.degenerate),
+        (first.degenerate_percent, second.degenerate_percent),
         math.nan if interval is None else first.estimate.difference_p(second.estimate),
     )
 
@@ -201,7 +202,10 @@ def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Differ
     if last[0] != last[1]:
         pairs.append((f"last ({last[0]}, {last[1]})", *last))
     return _correct_over_blocks(
-        [subtract(name, score_block(first, a), score_block(second, b)) for name, a, b in pairs]
+        [
+            subtract(name, get_block_score(first, a), get_block_score(second, b))
+            for name, a, b in pairs
+        ]
     )
 
 
@@ -219,7 +223,9 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
     chosen = (_layer_list(first.held_out_layers), _layer_list(second.held_out_layers))
     name = f"held-out choice ({chosen[0]}; {chosen[1]})"
     return [
-        subtract(f"best ({one}, {other})", score_block(first, one), score_block(second, other)),
+        subtract(
+            f"best ({one}, {other})", get_block_score(first, one), get_block_score(second, other)
+        ),
         subtract(name, _score_held_out(first), _score_held_out(second)),
     ]
 
@@ -238,9 +244,9 @@ def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
     can be the best, blocks are compared with the last block, and this row is left out. `curve`
     contains the per-image scores at each block.
     """
-    best = score_block(curve, curve.best)
+    best = get_block_score(curve, curve.best)
     rows = _correct_over_blocks(
-        [subtract(str(n), score_block(curve, n), best) for n in sorted(curve.blocks)]
+        [subtract(str(n), get_block_score(curve, n), best) for n in sorted(curve.blocks)]
     )
     if not curve.has_best:
         return rows
@@ -260,8 +266,8 @@ class Comparison(Table):
         record: A record (stored score), which states the task, the images and the settings.
         names: Column headings of the first and of the second score.
         encoders: One record of each compared encoder, so one or two in total.
-        without_best: Names of the encoders without a best block, because all their blocks are
-            degenerate (have too many images with an arbitrary result).
+        encoders_without_best: Names of the encoders without a best block, because all their blocks
+            are degenerate (have too many images with an arbitrary result).
         code: For each encoder name, the versions of the code that computed its scores.
     """
 
@@ -270,10 +276,10 @@ class Comparison(Table):
     names: tuple[str, str]
     encoders: tuple[Record, ...]
     title: str = ""
-    without_best: tuple[str, ...] = ()
+    encoders_without_best: tuple[str, ...] = ()
     code: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
-    def sheet(self) -> PrintedTable:
+    def to_printed_table(self) -> PrintedTable:
         """Return the table to print, with significant differences in bold.
 
         Each row is tested on its own (`Difference.is_significant`), without a correction for
@@ -281,7 +287,7 @@ class Comparison(Table):
         """
         return PrintedTable(
             title=self.title,
-            head=("block", *self.names, "first - second [95 %]"),
+            header=("block", *self.names, "first - second [95 %]"),
             rows=tuple(
                 (
                     *map(Cell, (row.name, row.first_text, row.second_text)),
@@ -290,7 +296,7 @@ class Comparison(Table):
                 for row in self.rows
             ),
             notes=tuple(self._notes()),
-            marks=difference_footnotes([self.rows]),
+            symbol_notes=difference_footnotes([self.rows]),
         )
 
     def _notes(self) -> list[str]:
@@ -301,12 +307,12 @@ class Comparison(Table):
         ]
         if not self.record.is_ranked:
             notes.append("no block is best, because higher is not better")
-        if self.without_best:
-            names = " and ".join(self.without_best)
+        if self.encoders_without_best:
+            names = " and ".join(self.encoders_without_best)
             notes.append(f"no block of {names} is best, because all are degenerate")
         # For example, the row "held-out choice (9, 11; 11)" averages over blocks 9 and 11.
         is_mixed = any(row.name.startswith("held-out") and "," in row.name for row in self.rows)
-        notes += mixed_notes([self.record.metric] if is_mixed else [])
+        notes += miou_choice_notes([self.record.metric] if is_mixed else [])
         first, second = self.rows[-1].layers
         if len(self.encoders) > 1 and len(first) > 1 and set(first) != set(second):
             sides = [
@@ -368,7 +374,7 @@ def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, .
             f"over {counts} block{'s' if most > 1 else ''}"
             f"{' at each epoch' if len(tables) > 1 else ''}"
         )
-    if meaning := dagger_meaning(percent for row in rows for percent in row.degenerate):
+    if meaning := explain_dagger(percent for row in rows for percent in row.degenerate_percents):
         is_any = any(row.is_degenerate for row in rows)
         notes.append(f"{meaning}, and its differences are never marked" if is_any else meaning)
     return tuple(notes)
@@ -455,7 +461,7 @@ def compare_encoders(
     tables = []
     for title, group, sides in pairs:
         second = names[1] if len(ids) > 1 else "best block" if sides[0].has_best else "last block"
-        without_best = [
+        encoders_without_best = [
             name
             for name, side in zip(names, sides, strict=True)
             if group[0].is_ranked and not side.has_best and len(side.blocks) > 1
@@ -470,7 +476,7 @@ def compare_encoders(
                 ),
                 names=(names[0], second),
                 encoders=tuple(own[-1] for own in by_encoder),
-                without_best=tuple(without_best),
+                encoders_without_best=tuple(encoders_without_best),
                 code={
                     name: code_versions(own) for name, own in zip(names, by_encoder, strict=True)
                 },
@@ -542,7 +548,7 @@ def _explain_failure(
     pairs = [
         (a, b)
         for a, b in itertools.product(first, second)
-        if all(getattr(a, name) == getattr(b, name) for name in _QUESTION)
+        if all(getattr(a, name) == getattr(b, name) for name in _MATCHED_FIELDS)
     ]
     if not pairs:
         measured = {
@@ -590,21 +596,23 @@ class EpochComparison(Table):
     def record(self) -> Record:
         return next(iter(self.by_epoch.values())).record
 
-    def sheet(self) -> PrintedTable:
+    def to_printed_table(self) -> PrintedTable:
         """Return the table to print. The rows of all epochs are sorted by block, then by epoch."""
-        sheets = {epoch: comparison.sheet() for epoch, comparison in self.by_epoch.items()}
-        first = next(iter(sheets.values()))
+        printed = {
+            epoch: comparison.to_printed_table() for epoch, comparison in self.by_epoch.items()
+        }
+        first = next(iter(printed.values()))
         rows = [
             (row[0], Cell(f"{epoch:g}"), *row[1:])
-            for epoch, sheet in sheets.items()
-            for row in sheet.rows
+            for epoch, table in printed.items()
+            for row in table.rows
         ]
         return replace(
             first,
-            head=(first.head[0], "epoch", *first.head[1:]),
+            header=(first.header[0], "epoch", *first.header[1:]),
             # The sort is stable, so the epochs of a block stay in ascending order.
             rows=tuple(sorted(rows, key=lambda row: int(row[0].text))),
-            marks=difference_footnotes([table.rows for table in self.by_epoch.values()]),
+            symbol_notes=difference_footnotes([table.rows for table in self.by_epoch.values()]),
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:

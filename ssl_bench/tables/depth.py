@@ -14,7 +14,7 @@ from ssl_bench.tables.entries import (
     ScoreEntry,
     choose_main_metric,
     comparable_groups,
-    dagger_meaning,
+    explain_dagger,
     group_and_average,
     model_names,
     series_as_json,
@@ -43,7 +43,8 @@ class ScoreTable(Table):
         rows: Block indices, epochs, severities, encoder names or steps, in printed order.
         columns: Names of the columns, or severities of image corruptions, in printed order.
         entries: Scores, by (row, column).
-        undecided: The pairs (row, column) that have no score because no block could be chosen.
+        cells_without_layer: The pairs (row, column) without a score, because no block could be
+            chosen.
         notes: Lines of text that are printed below the table.
         skipless: Names of the columns whose encoder or run has no skip connections.
     """
@@ -53,7 +54,7 @@ class ScoreTable(Table):
     rows: tuple[Any, ...]
     columns: tuple[Any, ...]
     entries: Mapping[tuple[Any, Any], ScoreEntry]
-    undecided: frozenset[tuple[Any, Any]] = frozenset()
+    cells_without_layer: frozenset[tuple[Any, Any]] = frozenset()
     notes: tuple[str, ...]
     skipless: frozenset[str] = frozenset()
 
@@ -82,7 +83,7 @@ class ScoreTable(Table):
     @property
     def dagger_meaning(self) -> str:
         """Explanation of the sign †, or an empty text if the table contains no †."""
-        return dagger_meaning(entry.degenerate_percent for _, _, entry in self.scores())
+        return explain_dagger(entry.degenerate_percent for _, _, entry in self.scores())
 
     def scores(self) -> Iterator[tuple[Any, Any, ScoreEntry]]:
         """Yield each score of the table, row by row, as a tuple (row, column, score)."""
@@ -99,7 +100,7 @@ class ScoreTable(Table):
         """Return the row with the best score in a column, or None if no score is marked as best."""
         if not self._ranking(column):
             return None
-        entries = {row: entry for row, at, entry in self.scores() if at == column}
+        entries = {row: entry for row, other, entry in self.scores() if other == column}
         return max(
             (row for row, entry in entries.items() if entry.is_rankable),
             key=lambda row: entries[row].value,
@@ -111,13 +112,13 @@ class ScoreTable(Table):
         The highest score comes first. The list is empty if no score should be marked: if the column
         has fewer than two scores, or if several can be best and all are printed as the same number.
         """
-        known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
+        known = [e for _, other, e in self.scores() if other == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)
         printed = list(dict.fromkeys(f"{value:.1f}" for value in values))
         is_tie = len(values) > 1 and len(printed) == 1
         return [] if len(known) < 2 or is_tie else printed
 
-    def sheet(self) -> PrintedTable:
+    def to_printed_table(self) -> PrintedTable:
         rankings = {column: self._ranking(column) for column in self.columns}
         strides = self._strides()
         rows = []
@@ -129,20 +130,20 @@ class ScoreTable(Table):
         marked = ("marked: the highest score of each column",) if any(rankings.values()) else ()
         return PrintedTable(
             title=self.title,
-            head=(
+            header=(
                 self.row_name,
                 *(["stride"] if strides else []),
                 *map(self.column_label, self.columns),
             ),
             rows=tuple(rows),
             notes=(*self.notes, *marked),
-            marks=self.marks(),
+            symbol_notes=self.symbol_notes(),
         )
 
     def column_label(self, column: Any) -> str:
         return str(column)
 
-    def marks(self) -> tuple[str, ...]:
+    def symbol_notes(self) -> tuple[str, ...]:
         """Return explanations of the signs in the table, such as †, to be printed below it."""
         return (self.dagger_meaning,) if self.dagger_meaning else ()
 
@@ -151,7 +152,7 @@ class ScoreTable(Table):
 
     def missing_text(self, row: Any, column: Any) -> str:
         """Return the text to print in a cell without a score: "‡" if no block could be chosen."""
-        return "‡" if (row, column) in self.undecided else ""
+        return "‡" if (row, column) in self.cells_without_layer else ""
 
     def _cell(self, row: Any, column: Any, ranking: Sequence[str]) -> Cell:
         entry = self.entries.get((row, column))

@@ -88,16 +88,16 @@ def curves_figure(tables: Sequence[ScoreTable]) -> "Figure":
     legend_lines = -(-len(labels) // legend_columns)
     figure = Figure(figsize=_figure_inches(titles, num_columns, legend_lines), layout="constrained")
     axes = figure.subplots(-(-len(tables) // num_columns), num_columns, squeeze=False)
-    for axis, table, title in zip(axes.flat, tables, titles, strict=False):
-        _draw_panel(axis, table, line_styles)
-        axis.set_title(title, fontsize=8)
+    for ax, table, title in zip(axes.flat, tables, titles, strict=False):
+        _draw_panel(ax, table, line_styles)
+        ax.set_title(title, fontsize=8)
         if table.row_name == "step":
-            axis.set_xlim(0, 1.02 * max(row for other in tables for row in other.rows))
-            axis.xaxis.get_major_locator().set_params(nbins=4, integer=True)
+            ax.set_xlim(0, 1.02 * max(row for other in tables for row in other.rows))
+            ax.xaxis.get_major_locator().set_params(nbins=4, integer=True)
         else:
-            axis.set_xticks(_choose_ticks(table.rows))
-    for axis in axes.flat[len(tables) :]:
-        axis.set_axis_off()
+            ax.set_xticks(_choose_ticks(table.rows))
+    for ax in axes.flat[len(tables) :]:
+        ax.set_axis_off()
     figure.legend(
         lines, labels, loc="outside lower center", ncols=legend_columns, fontsize=8, handlelength=3
     )
@@ -151,7 +151,7 @@ def _choose_ticks(rows: Sequence[float]) -> list[float]:
     return whole[:: -(-len(whole) // _MAX_TICKS) or 1]
 
 
-def _draw_panel(axis: Any, table: ScoreTable, line_styles: Mapping[str, Mapping[str, Any]]) -> None:
+def _draw_panel(ax: Any, table: ScoreTable, line_styles: Mapping[str, Mapping[str, Any]]) -> None:
     entries = [entry for _, _, entry in table.scores()]
     ends = [end for e in entries for end in (e.value, e.low, e.high)]
     records = [record for entry in entries for record in entry.records]
@@ -163,13 +163,13 @@ def _draw_panel(axis: Any, table: ScoreTable, line_styles: Mapping[str, Mapping[
     # matplotlib's layout algorithm would never finish.
     ratio = 100 if table.row_name == "step" else 5
     if not table.unit and 0 < ratio * lowest < highest:
-        axis.set_yscale("log")
+        ax.set_yscale("log")
     top = highest + (abs(highest) or 1.0)
     for column in table.columns:
-        _draw_curve(axis, table, column, line_styles[column], top)
+        _draw_curve(ax, table, column, line_styles[column], top)
     for label, value in baselines:
-        axis.axhline(value, color="0.4", linestyle=":", linewidth=1)
-        axis.annotate(
+        ax.axhline(value, color="0.4", linestyle=":", linewidth=1)
+        ax.annotate(
             escape_matplotlib(label),
             (0.01, value),
             fontsize=7,
@@ -178,10 +178,10 @@ def _draw_panel(axis: Any, table: ScoreTable, line_styles: Mapping[str, Mapping[
             xycoords=("axes fraction", "data"),
         )
     if math.inf in ends:
-        axis.set_ylim(top=top)
-    axis.set_xlabel(table.row_name)
-    axis.set_ylabel(table.unit)
-    axis.grid(alpha=0.3)
+        ax.set_ylim(top=top)
+    ax.set_xlabel(table.row_name)
+    ax.set_ylabel(table.unit)
+    ax.grid(alpha=0.3)
 
 
 def _choose_marker(num_points: int) -> str:
@@ -190,12 +190,12 @@ def _choose_marker(num_points: int) -> str:
 
 
 def _draw_curve(
-    axis: Any, table: ScoreTable, column: str, line_style: Mapping[str, Any], top: float
+    ax: Any, table: ScoreTable, column: str, line_style: Mapping[str, Any], top: float
 ) -> None:
     """Draw one column of a table as a curve.
 
     Args:
-        axis: The matplotlib axes.
+        ax: The matplotlib axes.
         table: The table of scores.
         column: Name of the column.
         line_style: Keyword arguments of the matplotlib line.
@@ -204,14 +204,14 @@ def _draw_curve(
     entries = {row: entry for row, at, entry in table.scores() if at == column}
     values = [min(entry.value, top) for entry in entries.values()]
     marker, colour = _choose_marker(len(table.rows)), line_style["color"]
-    axis.plot(list(entries), values, marker=marker, markersize=3, **line_style)
+    ax.plot(list(entries), values, marker=marker, markersize=3, **line_style)
     hollow = {
         row: value for row, value in zip(entries, values, strict=True) if entries[row].is_degenerate
     }
     if hollow:
-        axis.plot(list(hollow), list(hollow.values()), linestyle="", color=colour, **_HOLLOW)
+        ax.plot(list(hollow), list(hollow.values()), linestyle="", color=colour, **_HOLLOW)
     for row in (row for row, entry in entries.items() if entry.value == math.inf):
-        axis.annotate("∞", (row, top), color=colour, ha="center", va="bottom")
+        ax.annotate("∞", (row, top), color=colour, ha="center", va="bottom")
     low = [e.value if e.low is None else min(e.low, top) for e in entries.values()]
     high = [e.value if e.high is None else min(e.high, top) for e in entries.values()]
-    axis.fill_between(list(entries), low, high, alpha=0.15, color=colour)
+    ax.fill_between(list(entries), low, high, alpha=0.15, color=colour)

@@ -12,10 +12,10 @@ from ssl_bench.tables.entries import (
     ScoreEntry,
     baseline_note,
     comparable_groups,
+    describe_provenance,
     differing_settings,
     metric_notes,
     model_names,
-    provenance,
     series_as_json,
 )
 from ssl_bench.tables.layer_selection import (
@@ -48,15 +48,15 @@ class EncoderTable(ScoreTable):
     def entry_text(self, entry: ScoreEntry) -> str:
         return entry.text() if self.choice == "block" else f"{entry.text()} {blocks_text(entry)}"
 
-    def marks(self) -> tuple[str, ...]:
-        series = [self.series[column] for _, column in self.undecided]
-        marks = [NO_CHOICE_MARK] if any(record.is_ranked for record in series) else []
+    def symbol_notes(self) -> tuple[str, ...]:
+        series = [self.series[column] for _, column in self.cells_without_layer]
+        notes = [NO_CHOICE_MARK] if any(record.is_ranked for record in series) else []
         if unranked := sorted({record.metric for record in series if not record.is_ranked}):
-            marks.append(
+            notes.append(
                 f"‡ of {', '.join(unranked)}: no block was chosen, because higher is not better. "
                 "`--layer N` shows one block"
             )
-        return (*marks, *super().marks())
+        return (*notes, *super().symbol_notes())
 
     def csv_rows(self) -> list[dict[str, Any]]:
         return [
@@ -72,7 +72,7 @@ class EncoderTable(ScoreTable):
 
     def as_json(self) -> dict[str, Any]:
         values = {key: choice_as_json(e) | e.as_json() for key, e in self.entries.items()}
-        values |= {key: {"value": None} for key in self.undecided}
+        values |= {key: {"value": None} for key in self.cells_without_layer}
         return {
             "kind": "encoders",
             "title": self.title,
@@ -86,7 +86,7 @@ class EncoderTable(ScoreTable):
                 for model in self.rows
                 if (model, column) in values
             ],
-            "notes": [*self.notes, *self.marks()],
+            "notes": [*self.notes, *self.symbol_notes()],
         }
 
 
@@ -106,8 +106,10 @@ def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) ->
         if (own := [record for record in group if record.encoder_id == encoder])
     }
     entries = show_seed_counts_by_column({at: e for at, e in chosen.items() if e is not None})
-    undecided = frozenset(chosen.keys() - entries.keys())
-    if not undecided and all(len(entry.candidate_layers) == 1 for entry in entries.values()):
+    cells_without_layer = frozenset(chosen.keys() - entries.keys())
+    if not cells_without_layer and all(
+        len(entry.candidate_layers) == 1 for entry in entries.values()
+    ):
         choice = "block"
     series = {column: group[0] for column, group in zip(columns, groups, strict=True)}
     return EncoderTable(
@@ -119,7 +121,7 @@ def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) ->
         notes=tuple(_notes(entries, series, choice, len(models))),
         choice=choice,
         series=series,
-        undecided=undecided,
+        cells_without_layer=cells_without_layer,
     )
 
 
@@ -157,7 +159,7 @@ def _notes(
             notes.append(f"{column}: {note}")
     if scores:
         notes += metric_notes(series.values())
-        notes.append(provenance([record for entry in scores for record in entry.records]))
+        notes.append(describe_provenance([record for entry in scores for record in entry.records]))
     if num_models > 1:
         notes.append("differences between encoders are not tested here, but by `ssl-bench compare`")
     return notes
@@ -171,7 +173,7 @@ def column_names(records: Sequence[Record]) -> list[str]:
         names = _extend_equal_names(names, [[getattr(record, field)] for record in records])
     settings = [
         differing_settings(
-            record, [rival for other, rival in zip(names, records, strict=True) if other == name]
+            record, [other for title, other in zip(names, records, strict=True) if title == name]
         )
         for name, record in zip(names, records, strict=True)
     ]

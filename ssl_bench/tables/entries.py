@@ -29,7 +29,7 @@ from ssl_bench.tables.sheets import NO_VALUE
 from ssl_bench.tables.tasks import task_texts
 
 K = TypeVar("K", bound=Hashable)
-SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
+MEASUREMENT_FIELDS = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 """Fields of a record (a stored score) that state what was measured."""
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
 
@@ -72,8 +72,8 @@ def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
     ]
 
 
-def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
-    """Return the settings in which a record (a stored score) differs from any record in `rivals`.
+def differing_settings(record: Record, other_records: Sequence[Record]) -> list[str]:
+    """Return the settings in which a record (a stored score) differs from any other record.
 
     Each setting is a text such as "lr=0.1". Settings that the table title already states are left
     out. If the images differ, the last text identifies them by the first digits of their digest,
@@ -83,9 +83,9 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
     differing = [
         f"{name}={value}"
         for name, value in sorted(record.settings.items())
-        if name not in in_title and any(rival.settings.get(name) != value for rival in rivals)
+        if name not in in_title and any(r.settings.get(name) != value for r in other_records)
     ]
-    others = [r for r in rivals if r.dataset_fingerprint != record.dataset_fingerprint]
+    others = [r for r in other_records if r.dataset_fingerprint != record.dataset_fingerprint]
     if others:
         is_older = any(other.created > record.created for other in others)
         data = f"data {abbreviate_fingerprint(record.dataset_fingerprint)}"
@@ -156,7 +156,7 @@ def series_as_json(record: Record) -> dict[str, Any]:
     The values are JSON types.
     """
     return {
-        **{name: getattr(record, name) for name in SERIES},
+        **{name: getattr(record, name) for name in MEASUREMENT_FIELDS},
         "dataset_fingerprint": record.dataset_fingerprint,
         "settings": dict(record.settings),
         "settings_digest": settings_digest(record),
@@ -240,7 +240,7 @@ class ScoreEntry:
         return is_ranked and not self.is_degenerate
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def text_parts(self) -> tuple[str, ...]:
         """The printed text, split into the value and the rest, such as ("32.3", "± 1.2 †2").
 
         If there is no rest, the tuple contains only the value.
@@ -277,7 +277,7 @@ class ScoreEntry:
         )
         is_symmetric = below and below == above
         interval = f" ± {above}" if is_symmetric else self._interval_text("{:.1f}".format)
-        return f"{self.value:.1f}{interval}{dagger(self.degenerate_percent)}{seeds}"
+        return f"{self.value:.1f}{interval}{format_dagger(self.degenerate_percent)}{seeds}"
 
     def _interval_text(self, format_value: Callable[[float], str]) -> str:
         if self.low is None or self.high is None:
@@ -297,7 +297,7 @@ class ScoreEntry:
             "degenerate_percent": ""
             if self.degenerate_percent is None
             else self.degenerate_percent,
-            **{name: getattr(first, name) for name in SERIES},
+            **{name: getattr(first, name) for name in MEASUREMENT_FIELDS},
             "num_images": first.num_images,
             "seeds": " ".join(map(str, self.seeds)),
             "checkpoint_sha256": first.checkpoint_sha256,
@@ -384,7 +384,7 @@ def show_seed_counts(entries: Mapping[K, ScoreEntry]) -> dict[K, ScoreEntry]:
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
 
-def dagger(percent: float | None) -> str:
+def format_dagger(percent: float | None) -> str:
     """Return a suffix that states the percentage of degenerate images, such as " †24".
 
     The result of a degenerate image is arbitrary. The suffix is empty if no image is degenerate.
@@ -400,7 +400,7 @@ def dagger(percent: float | None) -> str:
     return f" †{percent:.{decimals}f}"
 
 
-def dagger_meaning(percents: Iterable[float | None]) -> str:
+def explain_dagger(percents: Iterable[float | None]) -> str:
     """Return an explanation of the sign † if any of the percentages is above 0, otherwise ""."""
     if not any(percents):
         return ""
@@ -431,7 +431,7 @@ def metric_notes(records: Iterable[Record]) -> list[str]:
     return notes
 
 
-def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
+def collect_baselines(records: Iterable[Record]) -> dict[str, list[float]]:
     """Return the scores of each image-independent baseline in the records, by name of the baseline.
 
     A baseline, such as "centre box", has several scores if encoders received images of different
@@ -450,7 +450,7 @@ def list_baselines(records: Iterable[Record]) -> tuple[tuple[str, float], ...]:
 
     An example is ("centre box 43.0", 43.0). A record is a stored score.
     """
-    values = {answer: scores[0] for answer, scores in baselines(records).items()}
+    values = {answer: scores[0] for answer, scores in collect_baselines(records).items()}
     return tuple((f"{answer} {value:.1f}", value) for answer, value in values.items())
 
 
@@ -460,7 +460,7 @@ def baseline_note(records: Sequence[Record]) -> str:
     It is "" if no record (stored score) has a baseline.
     """
     notes = []
-    for answer, values in baselines(records).items():
+    for answer, values in collect_baselines(records).items():
         ends = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
         notes.append(f"image-independent baseline ({answer}): {' to '.join(ends)}")
     return ", ".join(notes)
@@ -503,10 +503,10 @@ def table_notes(records: Sequence[Record]) -> list[str]:
         notes.append(
             f"values cannot exceed {max(limits)}, because the number of images is too small"
         )
-    return [*notes, provenance(records, records[0].changed)]
+    return [*notes, describe_provenance(records, records[0].changed)]
 
 
-def footnote(records: Sequence[Record]) -> str:
+def format_footnote(records: Sequence[Record]) -> str:
     return "; ".join(table_notes(records))
 
 
@@ -515,11 +515,11 @@ def _block_list(layers: Iterable[int]) -> str:
     return f"block{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
 
 
-def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
+def describe_provenance(records: Sequence[Record], title_settings: Container[str] = ()) -> str:
     """Return one line of text that states how the scores in `records` were computed.
 
     It contains the numbers of images, the seeds, the versions of ssl-bench and PyTorch, and the
-    devices. Settings in `stated` are left out, because the table title already states them.
+    devices. Settings in `title_settings` are left out, because the table title already states them.
     """
 
     def distinct(values: Sequence[object]) -> str:
@@ -528,7 +528,7 @@ def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
     commits = [(record.git_commit or "wheel")[:10] for record in records]
     numbers = distinct([record.num_images for record in records])
     return (
-        f"{numbers} image{'s' if numbers != '1' else ''}{image_size_note(records, stated)}"
+        f"{numbers} image{'s' if numbers != '1' else ''}{image_size_note(records, title_settings)}"
         f"{_unreadable_note(records)}{trusted_note(records)}{_corruption_note(records)}; "
         f"seeds {distinct([r.seed for r in records])}; "
         f"ssl-bench {distinct([r.version for r in records])} ({distinct(commits)}); "
@@ -538,11 +538,11 @@ def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
     )
 
 
-def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> str:
+def image_size_note(records: Iterable[Record], title_settings: Container[str] = ()) -> str:
     """Return the image size in the records as the end of a note, such as ", image_size=224".
 
     If encoders received images of different sizes, each size is followed by the tasks and encoders
-    with this size. `stated` contains the names of settings in the table title, such as
+    with this size. `title_settings` contains the names of settings in the table title, such as
     "longer_side". These settings are left out.
     """
     users: dict[str, set[str]] = defaultdict(set)
@@ -552,7 +552,7 @@ def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> s
         replacing = {
             name: settings[name] for name in ("longer_side", "squash") if settings.get(name)
         }
-        sizes = {name: size for name, size in replacing.items() if name not in stated}
+        sizes = {name: size for name, size in replacing.items() if name not in title_settings}
         if "image_size" in settings and not replacing:
             native = record.details.get("image_size", record.architecture.get("image_size"))
             sizes["image_size"] = settings["image_size"] or native

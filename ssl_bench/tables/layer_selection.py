@@ -18,7 +18,7 @@ from ssl_bench.tables.entries import (
     show_seed_counts,
 )
 
-CHOICES = ("holdout", "oracle")
+LAYER_CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {
     "holdout": (
         f"block: held-out choice. Each of {NUM_FOLDS} folds of the images is scored with the block "
@@ -135,7 +135,7 @@ def choice_notes(entries: Collection[ScoreEntry], choice: str) -> list[str]:
     """
     notes = [CHOICE_NOTES[choice]] if any(len(e.candidate_layers) > 1 for e in entries) else []
     if choice == "holdout":
-        notes += mixed_notes(e.records[0].metric for e in entries if len(e.layers) > 1)
+        notes += miou_choice_notes(e.records[0].metric for e in entries if len(e.layers) > 1)
     if any(map(_seeds_differ, entries)):
         notes.append(
             "each seed chooses its own block (the blocks of all seeds are listed after @), and the "
@@ -156,7 +156,7 @@ def _seeds_differ(entry: ScoreEntry) -> bool:
     return len(set(map(frozenset, blocks.values()))) > 1
 
 
-def mixed_notes(metrics: Iterable[str]) -> list[str]:
+def miou_choice_notes(metrics: Iterable[str]) -> list[str]:
     """Return a note for tables with scores of several blocks, which were chosen on held-out images.
 
     The note explains why the mean IoU of such scores may be low. The list is empty if none of the

@@ -11,7 +11,12 @@ from typing import Any
 from ssl_bench.results import SUPERVISED, Record, ResultStore
 from ssl_bench.system.files import natural_sort_key
 from ssl_bench.tables.depth import ScoreTable
-from ssl_bench.tables.entries import ScoreEntry, baseline_note, comparable_groups, provenance
+from ssl_bench.tables.entries import (
+    ScoreEntry,
+    baseline_note,
+    comparable_groups,
+    describe_provenance,
+)
 from ssl_bench.tables.layer_selection import (
     NO_CHOICE_MARK,
     blocks_text,
@@ -22,8 +27,8 @@ from ssl_bench.tables.layer_selection import (
 )
 from ssl_bench.tables.published import (
     DIFFERENCE,
-    LAST,
-    RUN,
+    LAST_BLOCK,
+    RUN_TASK,
     PublishedColumn,
     PublishedTable,
     describe_settings,
@@ -38,45 +43,45 @@ class PaperTable(ScoreTable):
 
     Attributes:
         published: The published table.
-        derived: Our values that are not stored as records (scores of probes), by (row, column).
-            They are numbers computed from training logs, and differences between rows.
+        derived_values: Our values that are not stored as records (scores of probes), by (row,
+            column). They are numbers computed from training logs, and differences between rows.
         choice: How the block of each score is chosen: "holdout" (on other images than the scored
             ones) or "oracle" (on the scored images). If None, each column uses its own
             `PublishedColumn.choice`. Columns whose own choice is "last" always show the last block.
     """
 
     published: PublishedTable
-    derived: Mapping[tuple[str, str], float]
+    derived_values: Mapping[tuple[str, str], float]
     choice: str | None
 
     def curves(self) -> None:
         """Return None, because this table is not drawn as curves."""
 
-    def sheet(self) -> PrintedTable:
+    def to_printed_table(self) -> PrintedTable:
         """Return the table to print, with cells "published | ours". No cell is marked as best."""
         rows = [
             (Cell(row), *(Cell(self._text(row, column)) for column in self.published.columns))
             for row in self.rows
         ]
         return PrintedTable(
-            self.title, (self.row_name, *self.columns), tuple(rows), self.notes, self.marks()
+            self.title, (self.row_name, *self.columns), tuple(rows), self.notes, self.symbol_notes()
         )
 
     def _text(self, row: str, column: PublishedColumn) -> str:
         key, ours = (row, column.name), "-"
-        if key in self.derived:
-            digits = RUN_MEASURES[column.metric].digits if column.task == RUN else ".1f"
-            ours = f"{self.derived[key]:{digits}}"
-        elif key in self.undecided:
+        if key in self.derived_values:
+            digits = RUN_MEASURES[column.metric].digits if column.task == RUN_TASK else ".1f"
+            ours = f"{self.derived_values[key]:{digits}}"
+        elif key in self.cells_without_layer:
             ours = "‡"
         elif key in self.entries:
             entry = self.entries[key]
             ours = f"{entry.text()} {blocks_text(entry)} ({entry.records[0].num_images:,})"
         return f"{self.published.cell(row, column.name)} | {ours}"
 
-    def marks(self) -> tuple[str, ...]:
-        no_choice = (NO_CHOICE_MARK,) if self.undecided else ()
-        return (*no_choice, *super().marks())
+    def symbol_notes(self) -> tuple[str, ...]:
+        no_choice = (NO_CHOICE_MARK,) if self.cells_without_layer else ()
+        return (*no_choice, *super().symbol_notes())
 
     def csv_rows(self) -> list[dict[str, Any]]:
         rows = []
@@ -106,7 +111,7 @@ class PaperTable(ScoreTable):
             "source": self.published.source,
             "layer_selection": ", ".join(_columns_by_choice(self.published, self.choice)),
             "cells": cells,
-            "notes": [*self.notes, *self.marks()],
+            "notes": [*self.notes, *self.symbol_notes()],
         }
 
     def _cells(self) -> Iterator[tuple[dict[str, Any], ScoreEntry | float | None]]:
@@ -124,7 +129,7 @@ class PaperTable(ScoreTable):
                     "published": self.published.values.get(key),
                     "published_spread": self.published.spreads.get(key),
                 }
-                yield cell, self.derived.get(key, self.entries.get(key))
+                yield cell, self.derived_values.get(key, self.entries.get(key))
 
 
 def paper_table(
@@ -151,7 +156,7 @@ def paper_table(
     encoders = {row: encoders[row] for row in published.rows if row in encoders}
     candidates = [record for record in records if record.encoder_id in encoders.values()]
     entries: dict[tuple[str, str], ScoreEntry] = {}
-    undecided: set[tuple[str, str]] = set()
+    cells_without_layer: set[tuple[str, str]] = set()
     unused = {}
     for column in published.columns:
         series = _find_series(column, candidates, published.paper)
@@ -168,7 +173,7 @@ def paper_table(
             if own:
                 entry = choose_block(own, store, _choice_of_column(column, choice))
                 if entry is None:
-                    undecided.add((row, column.name))
+                    cells_without_layer.add((row, column.name))
                 else:
                     entries[row, column.name] = entry
     entries = show_seed_counts_by_column(entries)
@@ -180,10 +185,10 @@ def paper_table(
         rows=published.rows,
         columns=tuple(column.name for column in published.columns),
         entries=entries,
-        undecided=frozenset(undecided),
+        cells_without_layer=frozenset(cells_without_layer),
         notes=(),
         published=published,
-        derived=_derive_numbers(published, entries, runs or {}),
+        derived_values=_derive_numbers(published, entries, runs or {}),
         choice=choice,
     )
     by_id = {record.encoder_id: record for record in records}
@@ -228,12 +233,12 @@ def _find_series(
 
 
 def _has_block(column: PublishedColumn, record: Record) -> bool:
-    block = record.depth - 1 if column.choice == LAST else column.block(record.depth)
+    block = record.depth - 1 if column.choice == LAST_BLOCK else column.block(record.depth)
     return block in (None, record.layer)
 
 
 def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
-    return column.choice if choice is None or column.choice == LAST else choice
+    return column.choice if choice is None or column.choice == LAST_BLOCK else choice
 
 
 def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
@@ -263,19 +268,19 @@ def _derive_numbers(
         entries: Our scores from records, by (row, column).
         runs: Folder of our pretraining run for each row name.
     """
-    derived: dict[tuple[str, str], float] = {}
+    derived_values: dict[tuple[str, str], float] = {}
     for column in published.columns:
         known = {row: e.value for (row, name), e in entries.items() if name == column.of}
         for row in published.rows:
             value = None
-            if column.task == RUN and row in runs:
+            if column.task == RUN_TASK and row in runs:
                 value = read_run_measure(column.metric, runs[row])
             elif column.task == DIFFERENCE and {row, column.reference} <= known.keys():
                 value = known[row] - known[column.reference]
                 value = 0.0 - value if column.is_loss else value
             if value is not None:
-                derived[row, column.name] = value
-    return derived
+                derived_values[row, column.name] = value
+    return derived_values
 
 
 def _experiment_notes(table: PaperTable, unused: Mapping[str, Sequence[str]]) -> list[str]:
@@ -295,7 +300,7 @@ def _experiment_notes(table: PaperTable, unused: Mapping[str, Sequence[str]]) ->
     if published.doubts:
         notes.append(f"doubtful: {published.doubts}")
     for column in published.columns:
-        if any(name == column.name for _, name in table.derived):
+        if any(name == column.name for _, name in table.derived_values):
             notes.append(f"{column.name}: ours: {_describe_derived(column)}")
             continue
         own = [r for (_, at), e in table.entries.items() if at == column.name for r in e.records]
@@ -328,7 +333,7 @@ def _block_notes(table: PaperTable) -> list[str]:
     by_choice = _columns_by_choice(table.published, table.choice)
     for way, columns in by_choice.items():
         own = [entry for (_, column), entry in table.entries.items() if column in columns]
-        if way != LAST:
+        if way != LAST_BLOCK:
             own_notes = choice_notes(own, way)
         else:
             note = "block: the last one (@), whose value averages over all blocks"
@@ -350,23 +355,23 @@ def _missing_notes(
     """
     notes, columns = [], table.published.columns
     if scores := table.entries.values():
-        notes.append(provenance([record for entry in scores for record in entry.records]))
-    filled_rows = {*encoders, *(row for row, _ in table.derived)}
+        notes.append(describe_provenance([record for entry in scores for record in entry.records]))
+    filled_rows = {*encoders, *(row for row, _ in table.derived_values)}
     empty_rows = [row for row in table.rows if row not in filled_rows]
-    if empty_rows and any(column.task not in ("", RUN) for column in columns):
+    if empty_rows and any(column.task not in ("", RUN_TASK) for column in columns):
         models = sorted({record.model for record in records}, key=natural_sort_key)
         notes.append(
             f"no encoder for {', '.join(map(repr, empty_rows))}. Add one with "
             f"`--as 'ROW'=CHECKPOINT`. Recorded encoders: {', '.join(models) or 'none'}"
         )
-    filled_columns = {name for _, name in (*table.entries, *table.derived)}
+    filled_columns = {name for _, name in (*table.entries, *table.derived_values)}
     empty = [column for column in columns if column.name not in filled_columns]
     if unknown := [column.name for column in empty if not column.task]:
         notes.append(f"this suite has no probe for: {', '.join(unknown)}")
     commands = [
         _describe_measurement(column)
         for column in empty
-        if column.task and (encoders or column.task == RUN)
+        if column.task and (encoders or column.task == RUN_TASK)
     ]
     if commands:
         notes.append(f"no record of these encoders for: {', '.join(commands)}")
@@ -374,7 +379,7 @@ def _missing_notes(
 
 
 def _describe_derived(column: PublishedColumn) -> str:
-    if column.task == RUN:
+    if column.task == RUN_TASK:
         return RUN_MEASURES[column.metric].description
     sign = "below" if column.is_loss else "above"
     return f"{column.of}, percentage points {sign} {column.reference!r}"
@@ -382,7 +387,7 @@ def _describe_derived(column: PublishedColumn) -> str:
 
 def _describe_measurement(column: PublishedColumn) -> str:
     """Return the name of a column and, in parentheses, the command that measures it."""
-    if column.task in (RUN, DIFFERENCE):
+    if column.task in (RUN_TASK, DIFFERENCE):
         how = f"{_describe_derived(column)}, filled by `ssl-bench reproduce`"
     elif column.task == SUPERVISED:
         how = (

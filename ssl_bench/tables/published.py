@@ -10,16 +10,16 @@ from typing import Any
 from ssl_bench.composition.choices import Paper, config_folder, papers, unknown_name_error
 from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.results import SUPERVISED, Record
-from ssl_bench.tables.layer_selection import CHOICES
+from ssl_bench.tables.layer_selection import LAYER_CHOICES
 from ssl_bench.tables.run_logs import RUN_MEASURES
 
-RUN = "run"
+RUN_TASK = "run"
 """Task of a column that is computed from the log of a pretraining run, not by a probe."""
 DIFFERENCE = "difference"
 """Task of a column that contains the differences between rows of another column."""
-LAST = "last"
+LAST_BLOCK = "last"
 """Choice of the last block, for metrics that are means over a block and all earlier blocks."""
-SINGLE = "single"
+SINGLE_BLOCK = "single"
 """Value of `probe.layers_mode` for heads that use the features of a single block."""
 _COPIED_KEYS = ("name", "title", "setup", "unknown", "where", "doubts", "in_reports")
 _RATE_CHOICES = {
@@ -62,7 +62,7 @@ class PublishedColumn:
     facets: tuple[str, ...]
     num_images: int | None
     probe: tuple[str, ...] = ()
-    layers_modes: tuple[str, ...] = (SINGLE,)
+    layers_modes: tuple[str, ...] = (SINGLE_BLOCK,)
     layout: str = ""
     layer: int | None = None
     choice: str = "holdout"
@@ -71,12 +71,12 @@ class PublishedColumn:
     is_loss: bool = False
 
     def __post_init__(self) -> None:
-        if self.choice not in (*CHOICES, LAST):
+        if self.choice not in (*LAYER_CHOICES, LAST_BLOCK):
             raise ValueError(
                 f"column {self.name}: unknown choice of the block {self.choice!r}, expected "
                 "holdout, oracle or last"
             )
-        if self.task == RUN and self.metric not in RUN_MEASURES:
+        if self.task == RUN_TASK and self.metric not in RUN_MEASURES:
             raise ValueError(
                 f"column {self.name}: metric {self.metric!r} cannot be computed from a training log"
             )
@@ -84,7 +84,7 @@ class PublishedColumn:
     @property
     def is_probed(self) -> bool:
         """Whether `ssl-bench probe` measures the column."""
-        return self.task not in ("", SUPERVISED, RUN, DIFFERENCE)
+        return self.task not in ("", SUPERVISED, RUN_TASK, DIFFERENCE)
 
     def block(self, depth: int | None) -> int | None:
         """Return the index of the block to score in an encoder with `depth` blocks.
@@ -107,7 +107,7 @@ class PublishedColumn:
             return False
         # The name of a subset is its dataset and its number of images, such as DATASET-500.
         same_data = record.dataset == self.dataset or record.dataset.startswith(f"{self.dataset}-")
-        if record.settings.get("layers_mode", SINGLE) not in self.layers_modes:
+        if record.settings.get("layers_mode", SINGLE_BLOCK) not in self.layers_modes:
             return False
         return same_data and (not self.facets or record.facet in self.facets)
 
@@ -163,7 +163,7 @@ class PublishedValue:
         dataset: Name of the dataset of the column.
         value: The published value, in the unit of our score.
         source: Title of the paper, venue, and number of the table.
-        differs: Description of the published experiment and of our experiment.
+        experiment_notes: Description of the published experiment and of our experiment.
     """
 
     table: str
@@ -172,7 +172,7 @@ class PublishedValue:
     dataset: str
     value: float
     source: str
-    differs: str
+    experiment_notes: str
 
 
 def load_published_tables() -> tuple[PublishedTable, ...]:
@@ -220,7 +220,7 @@ def find_published_values(record: Record) -> tuple[PublishedValue, ...]:
             dataset=column.dataset,
             value=table.values[row, column.name],
             source=table.source,
-            differs=describe_experiments(table, column, record),
+            experiment_notes=describe_experiments(table, column, record),
         )
         for table in load_published_tables()
         for column in table.columns

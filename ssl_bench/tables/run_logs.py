@@ -139,7 +139,7 @@ class RunLog:
         """
         return len(self.curves[measure].steps) == len(self.steps)
 
-    def shorten(self, measure: str, ends: Sequence[int]) -> dict[int, StepSummary]:
+    def summarise_intervals(self, measure: str, ends: Sequence[int]) -> dict[int, StepSummary]:
         """Return a summary of a measure for each interval of steps, usually its mean.
 
         Intervals without a logged value are left out. If the measure is logged at every step, such
@@ -194,11 +194,11 @@ def sort_measures(logs: Iterable[RunLog]) -> list[str]:
     The loss comes first, followed by the measures of monitors, which evaluate the encoder during
     training. All others come last.
     """
-    found = dict[str, bool]()
+    is_dense = dict[str, bool]()
     for log in logs:
         for name in log.curves:
-            found[name] = found.get(name, False) or log.logs_every_step(name)
-    return sorted(found, key=lambda name: (name != "loss", found[name], name))
+            is_dense[name] = is_dense.get(name, False) or log.logs_every_step(name)
+    return sorted(is_dense, key=lambda name: (name != "loss", is_dense[name], name))
 
 
 def is_monitored(measure: str, logs: Iterable[RunLog]) -> bool:
@@ -365,7 +365,7 @@ def _loss_at(curve: str, percent: int) -> RunMeasure:
     def compute(config: Mapping[str, Any], log: RunLog) -> float:
         del config
         ends = interval_ends(log.last_step, NUM_ROWS)
-        means = log.shorten(curve, ends[: math.ceil(percent / 100 * len(ends))])
+        means = log.summarise_intervals(curve, ends[: math.ceil(percent / 100 * len(ends))])
         return list(means.values())[-1].value
 
     what = "training loss up to" if curve == "loss" else "latest loss of the monitor up to"

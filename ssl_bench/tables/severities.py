@@ -19,7 +19,7 @@ from ssl_bench.tables.entries import (
 )
 from ssl_bench.tables.sheets import NO_VALUE, Cell, PrintedTable
 
-CLEAN = 0
+CLEAN_SEVERITY = 0
 """Severity of images without corruption."""
 _NOT_PROBED = "‡"
 
@@ -28,21 +28,22 @@ _NOT_PROBED = "‡"
 class SeverityTable(ScoreTable):
     """A table of one encoder, with blocks as rows and severities of an image corruption as columns.
 
-    If clean images were probed, `CLEAN` is one of the columns.
+    If clean images were probed, `CLEAN_SEVERITY` is one of the columns.
     """
 
     model: str
 
     @cached_property
     def common_severities(self) -> tuple[int, ...]:
-        """The severities over which the method `drop` averages. `CLEAN` is not one of them.
+        """The severities over which `compute_drop` averages. `CLEAN_SEVERITY` is not one of them.
 
         These are the severities at which all blocks were scored, so that the drops of blocks are
         comparable. Blocks without a score on clean images, or without any score on corrupted
         images, are ignored.
         """
         probed = [{at for row, at in self.entries if row == layer} for layer in self.rows]
-        corrupted = [some - {CLEAN} for some in probed if CLEAN in some and len(some) > 1]
+        clean = {CLEAN_SEVERITY}
+        corrupted = [some - clean for some in probed if clean < some]
         return tuple(sorted(set.intersection(*corrupted))) if corrupted else ()
 
     @property
@@ -66,7 +67,7 @@ class SeverityTable(ScoreTable):
             f"that all blocks share: {severities or 'none'}"
         )
 
-    def drop(self, layer: int) -> float | None:
+    def compute_drop(self, layer: int) -> float | None:
         """Return by how many percent the score of a block drops from clean to corrupted images.
 
         The drop is 100 (1 - mean / clean). Here, clean is the score on clean images, and mean is
@@ -76,7 +77,7 @@ class SeverityTable(ScoreTable):
         - The clean score or all scores on corrupted images are missing, or a score is NaN.
         - The clean score does not exceed the image-independent baseline, or 0 without a baseline.
         """
-        clean = self.entries.get((layer, CLEAN))
+        clean = self.entries.get((layer, CLEAN_SEVERITY))
         corrupted = [self.entries.get((layer, severity)) for severity in self.common_severities]
         values = [entry.value for entry in corrupted if entry is not None]
         if clean is None or not values or not clean.records[0].is_ranked:
@@ -95,11 +96,11 @@ class SeverityTable(ScoreTable):
         clean images or at one of `common_severities`. The set is empty if several blocks remain and
         all have the same drop.
         """
-        compared = (CLEAN, *self.common_severities)
+        compared = (CLEAN_SEVERITY, *self.common_severities)
         drops = {
             layer: drop
             for layer in self.rows
-            if (drop := self.drop(layer)) is not None
+            if (drop := self.compute_drop(layer)) is not None
             and not any(
                 entry.is_degenerate
                 for row, severity, entry in self.scores()
@@ -110,35 +111,35 @@ class SeverityTable(ScoreTable):
         return frozenset() if 1 < len(drops) == len(smallest) else frozenset(smallest)
 
     def column_label(self, column: int) -> str:
-        return "clean" if column == CLEAN else str(column)
+        return "clean" if column == CLEAN_SEVERITY else str(column)
 
     def missing_text(self, row: Any, column: Any) -> str:
         del row, column
         return _NOT_PROBED
 
-    def marks(self) -> tuple[str, ...]:
+    def symbol_notes(self) -> tuple[str, ...]:
         note = (f"{_NOT_PROBED}: {self.incomplete_note}",) if self.incomplete_layers else ()
-        return (*note, *super().marks())
+        return (*note, *super().symbol_notes())
 
-    def sheet(self) -> PrintedTable:
+    def to_printed_table(self) -> PrintedTable:
         """Return the table to print. Its last column is the relative drop on corrupted images."""
-        sheet, most_robust = super().sheet(), self.most_robust_layers
+        table, most_robust = super().to_printed_table(), self.most_robust_layers
         drops = []
         for layer in self.rows:
-            drop = self.drop(layer)
+            drop = self.compute_drop(layer)
             text = NO_VALUE if drop is None else f"{drop:.1f}"
             drops.append(Cell(text, is_best=layer in most_robust))
-        rows = tuple((*row, drop) for row, drop in zip(sheet.rows, drops, strict=True))
+        rows = tuple((*row, drop) for row, drop in zip(table.rows, drops, strict=True))
         notes = ("marked: the smallest drop",) if most_robust else ()
         return replace(
-            sheet, head=(*sheet.head, "drop (%)"), rows=rows, notes=(*sheet.notes, *notes)
+            table, header=(*table.header, "drop (%)"), rows=rows, notes=(*table.notes, *notes)
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:
         severities = " ".join(map(str, self.common_severities))
         return [
             {"title": self.title, "block": layer, "severity": severity, "model": self.model}
-            | {"drop": "" if (drop := self.drop(layer)) is None else drop}
+            | {"drop": "" if (drop := self.compute_drop(layer)) is None else drop}
             | entry.csv_fields()
             | {"drop_severities": severities}
             for layer, severity, entry in self.scores()
@@ -150,7 +151,7 @@ class SeverityTable(ScoreTable):
             "kind": "severities",
             "title": self.title,
             **series_as_json(corrupted.records[0]),
-            "drops": [{"layer": layer, "drop": self.drop(layer)} for layer in self.rows],
+            "drops": [{"layer": layer, "drop": self.compute_drop(layer)} for layer in self.rows],
             "drop_severities": list(self.common_severities),
             "cells": [
                 {"layer": layer, "severity": severity, **entry.as_json()}
@@ -175,7 +176,7 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
     """Return tables of scores over the severities of image corruptions.
 
     There is one table per encoder, corruption and group of comparable records (stored scores). The
-    column `CLEAN` contains the scores on the same images without corruption.
+    column `CLEAN_SEVERITY` contains the scores on the same images without corruption.
 
     Raises:
         DataError: There are no records of corrupted images.
@@ -217,7 +218,7 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
 
 
 def _severity(record: Record) -> int:
-    return record.corrupted.severity if record.corrupted else CLEAN
+    return record.corrupted.severity if record.corrupted else CLEAN_SEVERITY
 
 
 def _as_clean(record: Record) -> Record:

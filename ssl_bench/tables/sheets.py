@@ -48,25 +48,25 @@ class PrintedTable:
     """Contents of a printed table.
 
     Attributes:
-        head: Headings of the columns.
+        header: Headings of the columns.
         rows: Cells of each row. The first cell is the name of the row.
         notes: Lines of text below the table about settings, baselines and how scores were computed.
             In LaTeX, they are comments above the table.
-        marks: Lines of text that explain signs such as †. They are printed in every style.
+        symbol_notes: Lines of text that explain signs such as †. They are printed in every style.
     """
 
     title: str
-    head: tuple[str, ...]
+    header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...]
-    marks: tuple[str, ...] = ()
+    symbol_notes: tuple[str, ...] = ()
 
 
 class Table(ABC):
     """A table that can be written in all `FORMATS`."""
 
     @abstractmethod
-    def sheet(self) -> PrintedTable:
+    def to_printed_table(self) -> PrintedTable:
         """Return the table to print, with rounded values."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ def render_tables(tables: Sequence[Table], style: str) -> str:
             f"expected one of {', '.join(FORMATS)}, got the format {style!r}",
             hint=("--format", "text"),
         )
-    return "\n".join(format_sheet(table.sheet(), style) for table in tables)
+    return "\n".join(format_table(table.to_printed_table(), style) for table in tables)
 
 
 def as_parquet(tables: Sequence[Table]) -> bytes:
@@ -146,24 +146,24 @@ def _format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return buffer.getvalue()
 
 
-def format_sheet(sheet: PrintedTable, style: str) -> str:
+def format_table(table: PrintedTable, style: str) -> str:
     """Format a printed table as text in one of `STYLES`, such as "markdown"."""
     if style == "markdown":
-        return _format_markdown(sheet)
+        return _format_markdown(table)
     if style == "latex":
-        return _format_latex(sheet)
-    return _format_text(sheet, f"{_BOLD}{{}}{_PLAIN}" if style == "terminal" else "*{}*")
+        return _format_latex(table)
+    return _format_text(table, f"{_BOLD}{{}}{_PLAIN}" if style == "terminal" else "*{}*")
 
 
-def _format_markdown(sheet: PrintedTable) -> str:
+def _format_markdown(table: PrintedTable) -> str:
     lines = [
-        f"**{escape_markdown(sheet.title)}**",
+        f"**{escape_markdown(table.title)}**",
         "",
-        _markdown_row(map(escape_markdown, sheet.head)),
-        "|---|" + "---:|" * (len(sheet.head) - 1),
-        *(_markdown_row(_emphasise(c, "**{}**", escape_markdown) for c in r) for r in sheet.rows),
+        _markdown_row(map(escape_markdown, table.header)),
+        "|---|" + "---:|" * (len(table.header) - 1),
+        *(_markdown_row(_emphasise(c, "**{}**", escape_markdown) for c in r) for r in table.rows),
     ]
-    notes = "<br>".join(map(escape_markdown, (*sheet.notes, *sheet.marks)))
+    notes = "<br>".join(map(escape_markdown, (*table.notes, *table.symbol_notes)))
     return "\n".join([*lines, "", f"<sub>{notes}</sub>"]) + "\n"
 
 
@@ -171,12 +171,12 @@ def _markdown_row(texts: Iterable[str]) -> str:
     return " | ".join(["", *texts, ""]).strip()
 
 
-def _format_text(sheet: PrintedTable, bold: str) -> str:
-    cells = [[_emphasise(cell, bold, escape_unprintable) for cell in row] for row in sheet.rows]
-    rows = [list(map(escape_unprintable, sheet.head)), *cells]
-    widths = [max(_printed_width(row[i]) for row in rows) for i in range(len(sheet.head))]
+def _format_text(table: PrintedTable, bold: str) -> str:
+    cells = [[_emphasise(cell, bold, escape_unprintable) for cell in row] for row in table.rows]
+    rows = [list(map(escape_unprintable, table.header)), *cells]
+    widths = [max(_printed_width(row[i]) for row in rows) for i in range(len(table.header))]
     # The first column is aligned left if it contains names, and right if it contains numbers.
-    has_names = not all(row[0].text.lstrip("-").isdigit() for row in sheet.rows)
+    has_names = not all(row[0].text.lstrip("-").isdigit() for row in table.rows)
     blocks = []
     for columns in _split_columns(widths):
         lines = []
@@ -186,10 +186,10 @@ def _format_text(sheet: PrintedTable, bold: str) -> str:
             lines.append("  ".join([first, *(gaps[i] + row[i] for i in columns)]).rstrip())
         blocks.append(lines)
     rule = "-" * max(_printed_width(line) for lines in blocks for line in lines)
-    parts = [escape_unprintable(sheet.title), rule]
+    parts = [escape_unprintable(table.title), rule]
     for head, *body in blocks:
         parts += [head, rule, *body, rule]
-    return "\n".join([*parts, *map(escape_unprintable, (*sheet.notes, *sheet.marks))]) + "\n"
+    return "\n".join([*parts, *map(escape_unprintable, (*table.notes, *table.symbol_notes))]) + "\n"
 
 
 def _split_columns(widths: Sequence[int]) -> list[list[int]]:
@@ -211,23 +211,23 @@ def _printed_width(text: str) -> int:
     return len(text.replace(_BOLD, "").replace(_PLAIN, ""))
 
 
-def _format_latex(sheet: PrintedTable) -> str:
+def _format_latex(table: PrintedTable) -> str:
     body = [
         " & ".join(
             _emphasise(cell, r"\textbf{{{}}}", escape_latex, r"\underline{{{}}}") for cell in row
         )
-        for row in sheet.rows
+        for row in table.rows
     ]
     lines = [
-        *(f"% {escape_unprintable(line)}" for line in (sheet.title, *sheet.notes)),
-        r"\begin{tabular}{l" + "r" * (len(sheet.head) - 1) + "}",
+        *(f"% {escape_unprintable(line)}" for line in (table.title, *table.notes)),
+        r"\begin{tabular}{l" + "r" * (len(table.header) - 1) + "}",
         r"\toprule",
-        " & ".join(map(escape_latex, sheet.head)) + r" \\",
+        " & ".join(map(escape_latex, table.header)) + r" \\",
         r"\midrule",
         *(row + r" \\" for row in body),
         r"\bottomrule",
         r"\end{tabular}",
-        *(rf"\par{{\footnotesize {escape_latex(mark)}.\par}}" for mark in sheet.marks),
+        *(rf"\par{{\footnotesize {escape_latex(note)}.\par}}" for note in table.symbol_notes),
     ]
     return "\n".join(lines) + "\n"
 

@@ -118,7 +118,7 @@ class StepTable(ScoreTable):
         """Return one table per measure, with runs as columns, which are drawn as curves."""
         tables = []
         for measure in self.measures:
-            table = pivot_logs(self.logs, [measure], MAX_POINTS, title=measure)
+            table = tabulate_logs(self.logs, [measure], MAX_POINTS, title=measure)
             entries = {(step, run): entry for (step, (_, run)), entry in table.entries.items()}
             tables.append(
                 ScoreTable(
@@ -157,10 +157,10 @@ def step_table(logs: Sequence[RunLog], metric: str | None, *, has_all: bool) -> 
         measures = known if has_all else main or known
     of_run = f" of {logs[0].name}" if len(logs) == 1 else ""
     title = f"pretraining{of_run}: {', '.join(measures)}"
-    return pivot_logs(logs, measures, NUM_ROWS, title=title)
+    return tabulate_logs(logs, measures, NUM_ROWS, title=title)
 
 
-def pivot_logs(
+def tabulate_logs(
     logs: Sequence[RunLog], measures: Sequence[str], max_rows: int, *, title: str
 ) -> StepTable:
     """Return a table of training logs, in which each row summarises an interval of steps.
@@ -176,7 +176,7 @@ def pivot_logs(
         for log in logs
         for measure in measures
         if measure in log.curves
-        for end, mean in log.shorten(measure, ends).items()
+        for end, mean in log.summarise_intervals(measure, ends).items()
     }
     columns = [(measure, log.name) for measure in measures for log in logs if measure in log.curves]
     return StepTable(

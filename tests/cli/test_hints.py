@@ -19,8 +19,7 @@ import pretrain
 import probes
 import ssl_bench
 from ssl_bench import errors
-from ssl_bench.cli.parser import COMMANDS_WITH_OVERRIDES, build_parser
-from ssl_bench.cli.parser import run as run_line
+from ssl_bench.cli.parser import COMMANDS_WITH_OVERRIDES, build_parser, run_command
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import (
     TARGET,
@@ -376,7 +375,7 @@ def test_braces_of_the_user_are_no_placeholders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "{x}-{{y}").mkdir()
     with pytest.raises(ConfigurationError) as refused:
-        run_line(["probe", "--task", "pca", "--dataset", "{x}-{{y}"])
+        run_command(["probe", "--task", "pca", "--dataset", "{x}-{{y}"])
 
     assert "`--dataset folder --data-root '{x}-{{y}'`" in str(refused.value)
     hint = ("--out", escape_braces("{x}"), "{folder}")

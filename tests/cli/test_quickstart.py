@@ -54,7 +54,7 @@ def test_finished_runs_are_kept_and_interrupted_ones_start_again(
     if existing:
         run.mkdir()
         (run / existing).touch()
-    monkeypatch.setattr(quickstart, "run", commands.append)
+    monkeypatch.setattr(quickstart, "run_command", commands.append)
     monkeypatch.setattr(quickstart, "draw_curves", lambda *args: drawn.append(args))
 
     assert main(["quickstart", "--out", str(tmp_path), *flags]) == 0

@@ -17,8 +17,7 @@ from PIL import Image
 from pretrain.schedules import INITIAL_PHASES, Timeline, count_phase_steps
 from ssl_bench.cli import reproduce as reproduce_command
 from ssl_bench.cli.__main__ import main
-from ssl_bench.cli.parser import build_parser
-from ssl_bench.cli.parser import run as run_line
+from ssl_bench.cli.parser import build_parser, run_command
 from ssl_bench.cli.reproduce import (
     TRAINING_GB,
     Plan,
@@ -60,7 +59,7 @@ def test_a_part_of_the_name_of_a_table_is_not_enough():
 
 def command_lines(plan: Plan, *, of_runs: bool) -> list[str]:
     """Return the training commands of a plan, or all its other commands if `of_runs` is false."""
-    return [" ".join(step.words) for step in plan.steps if step.is_training == of_runs]
+    return [" ".join(step.arguments) for step in plan.steps if step.is_training == of_runs]
 
 
 def test_table_2_needs_four_runs_and_a_probe_per_cell():
@@ -82,7 +81,7 @@ def test_table_2_needs_four_runs_and_a_probe_per_cell():
         "runs/dino_imagenet_skipless_adamw@200 --out results probe.protocol=cutting_the_skip "
         "probe.layers_mode=multi --data-root /voc"
     )
-    assert plan.images == ("imagenet1k", "voc2012", "coco_stuff", "ade20k")
+    assert plan.dataset_names == ("imagenet1k", "voc2012", "coco_stuff", "ade20k")
 
 
 def test_overrides_reach_runs_or_probes_and_exclude_unreachable_rows():
@@ -101,14 +100,14 @@ def test_overrides_reach_runs_or_probes_and_exclude_unreachable_rows():
     )
     assert plan.unreachable_rows == ("skipless, adamw, 200 epochs", "skipless, soap, 200 epochs")
     assert len(command_lines(plan, of_runs=False)) == 4 * 6
-    own = plan_of("table2", "train.max_steps=20", "train.warmup_epochs=0").steps[0].words
+    own = plan_of("table2", "train.max_steps=20", "train.warmup_epochs=0").steps[0].arguments
     assert "train.warmup_epochs=null" not in own
     # This recipe has no warm-up and no other phase.
-    assert "null" not in " ".join(plan_of("mnist", "train.max_steps=20").steps[0].words)
+    assert "null" not in " ".join(plan_of("mnist", "train.max_steps=20").steps[0].arguments)
     assert plan_of("table2", "train.epochs=100").unreachable_rows == plan.unreachable_rows
     # A warm-up of ten epochs fits into eleven, but would be all of a run of ten.
     for epochs, is_removed in ((11, False), (10, True)):
-        short = plan_of("table2", f"train.epochs={epochs}").steps[0].words
+        short = plan_of("table2", f"train.epochs={epochs}").steps[0].arguments
         assert ("train.warmup_epochs=null" in short) == is_removed
     assert plan_of("table2", "train.epochs=200").unreachable_rows == ()
 
@@ -126,7 +125,7 @@ def test_phases_of_recipes_fit_a_short_run(override):
         )  # fmt: skip
         steps = plan_table(table, PlanOptions(**PLACES, overrides=(override,))).steps
         (step,) = [step for step in steps if step.trained_run == run.name]
-        own = [word for word in step.words if word.endswith("_epochs=null")]
+        own = [word for word in step.arguments if word.endswith("_epochs=null")]
 
         whole, short = (
             compose_config("pretraining", [f"experiment={run.name}", *words]) for words in ([], own)
@@ -160,7 +159,7 @@ def test_printed_lines_train_on_all_gpus_and_distribute_probes():
 def test_gpus_need_print_and_several_processes_are_refused(monkeypatch, capsys):
     def hint_for(*words) -> list[str]:
         with pytest.raises(ConfigurationError) as refused:
-            run_line(["reproduce", "table1", *words])
+            run_command(["reproduce", "table1", *words])
         return [word.format(number=2) for word in refused.value.hint[1:]]
 
     single = [["--gpus", "2"], ["--run", "--gpus", "2"]]
@@ -171,7 +170,7 @@ def test_gpus_need_print_and_several_processes_are_refused(monkeypatch, capsys):
         hints.append(hint_for("--run", "data.root=images"))
 
     for words in hints:
-        assert run_line(words) == 0
+        assert run_command(words) == 0
         printed = capsys.readouterr().out
         assert printed.count("torchrun --nproc-per-node=2 -m ssl_bench pretrain") == 6
     assert main(["reproduce", "table1", "--print", "--gpus", "0"]) == 2
@@ -208,10 +207,10 @@ def test_a_run_is_fine_tuned_after_its_pretraining():
         ("mae_imagenet_dct", None),
         ("mae_imagenet_finetune_dct", "mae_imagenet_dct"),
     ]
-    assert plan.steps[0].words == (
+    assert plan.steps[0].arguments == (
         *("pretrain", "experiment=mae_imagenet", "--out", "runs/mae_imagenet", "--resume"),
     )
-    assert plan.steps[1].words[2:4] == (
+    assert plan.steps[1].arguments[2:4] == (
         "monitor.results='my results'",
         "init_from=runs/mae_imagenet",
     )

@@ -226,7 +226,7 @@ def test_commands_that_parse_fill_every_row_with_a_run(table, tmp_path, monkeypa
             options = LAUNCH_PARSER.parse_args(words)
             assert (options.nproc_per_node, options.module) == ("8", True)
             found = (options.training_script, tuple(options.training_script_args))
-            assert found == ("ssl_bench", step.words)
+            assert found == ("ssl_bench", step.arguments)
     assert set(plan.checkpoints) | set(plan.rows_without_run) == set(table.rows)
     if not table.runs:
         # These train language models, and ConvMixers without a known recipe.

@@ -65,7 +65,7 @@ def parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Parsed:
 
     with monkeypatch.context() as changed:
         changed.setattr(cli, "import_module", lambda _: SimpleNamespace(command=keep))
-        cli.run([STANDS_FOR.get(word, word) for word in words])
+        cli.run_command([STANDS_FOR.get(word, word) for word in words])
     return seen[0]
 
 

@@ -103,7 +103,8 @@ def test_published_values_have_the_settings_of_paper_and_record():
     heads = replace(HEADS, settings={"image_size": 256, "epochs": 10})
 
     (published, here), (_, trained_here) = (
-        find_published_values(record)[0].differs.split(". Here: ") for record in (heads, trained)
+        find_published_values(record)[0].experiment_notes.split(". Here: ")
+        for record in (heads, trained)
     )
 
     for setting in ("300 epochs", "1,449 images", "Not stated: patch size"):

@@ -73,7 +73,7 @@ def test_a_flag_sets_its_key(command, flag, key, monkeypatch):
     required = {"probe": ["--task", "knn"], "features": ["--out", "features"]}
     words = [*required.get(command, []), f"--{flag.replace('_', '-')}", value]
 
-    cli.run([command, *words])
+    cli.run_command([command, *words])
 
     assert seen == [f"{key}={value}"]
     config = (

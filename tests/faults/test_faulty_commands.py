@@ -370,6 +370,6 @@ def test_processes_that_cannot_connect_name_the_address(workdir, capsys, monkeyp
 
 def test_an_interruption_is_reported_although_the_launcher_is_wrong(monkeypatch):
     set_launcher(monkeypatch, WORLD_SIZE="2", RANK="none")
-    monkeypatch.setattr("ssl_bench.cli.parser.run", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("ssl_bench.cli.parser.run_command", Mock(side_effect=KeyboardInterrupt))
 
     assert main(["probe"]) == 130

@@ -160,7 +160,7 @@ def test_the_report_draws_the_baseline_within_the_axes():
     assert panel.baselines == (("centre box 31.2", 31.25),)
     (floor,) = chart.baselines
     assert floor.label == "centre box 31.2"
-    assert chart.top <= floor.position < min(mark.y for mark in chart.curves[0].marks)
+    assert chart.top <= floor.position < min(marker.y for marker in chart.curves[0].markers)
 
 
 @pytest.mark.parametrize(

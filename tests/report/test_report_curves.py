@@ -95,7 +95,7 @@ def test_labels_take_drawing_space_and_many_curves_have_none():
     few, many = draw(MAX_END_LABELS), draw(MAX_END_LABELS + 1)
 
     assert [one.label.label for one in few.curves if one.label] == ["skipless"] * MAX_END_LABELS
-    assert few.right < few.curves[0].marks[-1].x + 20 < many.right
+    assert few.right < few.curves[0].markers[-1].x + 20 < many.right
     assert [one.label for one in many.curves] == [None] * (MAX_END_LABELS + 1)
     assert spread_labels([50.0, 51.0, 90.0], 10.0, 0.0, 100.0) == (50.0, 60.0, 90.0)
     assert spread_labels([99.0, 98.0], 10.0, 0.0, 100.0) == (100.0, 90.0)
@@ -154,8 +154,8 @@ def test_curves_fill_the_drawing_and_missing_values_interrupt_them():
 
     assert [level.label for level in chart.published] == ["near", "edge"]
     (drawn,) = chart.curves
-    assert [mark.x for mark in drawn.marks] == pytest.approx([66, 170.7, 380], abs=0.1)
-    assert [mark.y for mark in drawn.marks] == [chart.bottom, chart.top, 108.0]
+    assert [marker.x for marker in drawn.markers] == pytest.approx([66, 170.7, 380], abs=0.1)
+    assert [marker.y for marker in drawn.markers] == [chart.bottom, chart.top, 108.0]
     assert drawn.line.count("M") == 2
     assert drawn.band == ""
     # 0.1 is 1 % of the height of 196 above the axis. Its label is above the line for lack of space.
@@ -165,13 +165,13 @@ def test_curves_fill_the_drawing_and_missing_values_interrupt_them():
 
 
 def test_zero_is_marked_and_small_charts_have_no_axis_label():
-    values = replace(curve(-5.0, math.nan, 5.0, 0.0), has_marks=False)
+    values = replace(curve(-5.0, math.nan, 5.0, 0.0), has_markers=False)
     chart = draw_chart([values], size=SMALL, y_label="difference")
 
     # The ticks are -5, 0 and 5, so 0 is in the middle between 10 and 130.
     assert (chart.zero, chart.y_label, chart.bottom) == (70.0, "", 130)
     # Only the first point has no neighbour to which a line could be drawn.
-    assert [(mark.x, mark.y) for mark in chart.curves[0].marks] == [(42.0, 130.0)]
+    assert [(marker.x, marker.y) for marker in chart.curves[0].markers] == [(42.0, 130.0)]
 
 
 def test_a_band_shows_the_intervals():
@@ -190,8 +190,8 @@ def test_unitless_values_that_span_magnitudes_have_logarithmic_axes():
     assert [tick.label for tick in chart.y_ticks] == ["1", "10", "100", "1000"]
     assert [tick.label for tick in draw_chart([curve(0.0, 3e5)], unit="").y_ticks][-1] == "3e5"
     heights = [chart.bottom, chart.bottom - 196 / 3, chart.top, chart.top]
-    assert [mark.y for mark in drawn.marks] == pytest.approx(heights, abs=0.1)
-    assert [mark.is_infinite for mark in drawn.marks] == [False, False, True, False]
+    assert [marker.y for marker in drawn.markers] == pytest.approx(heights, abs=0.1)
+    assert [marker.is_infinite for marker in drawn.markers] == [False, False, True, False]
     assert drawn.line.count("M") == 1
 
 

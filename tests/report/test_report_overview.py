@@ -15,9 +15,9 @@ from probes.pictures import draw_tile, save_sheet
 from ssl_bench.composition.choices import choices
 from ssl_bench.report.overview import (
     build_leaderboard,
+    find_best_checkpoints,
+    find_tied_checkpoints,
     group_block_tables,
-    list_best,
-    list_indistinguishable,
     summarize_checkpoints,
     summarize_leaderboard,
 )
@@ -26,7 +26,7 @@ from ssl_bench.report.panels import (
     group_by_task,
     group_into_panels,
     list_checkpoints,
-    select_headline_panels,
+    select_main_panels,
 )
 from ssl_bench.report.pictures import (
     Gallery,
@@ -61,7 +61,7 @@ def leaderboard(*records: Record):
 
 
 def headline_panels(*records: Record):
-    return select_headline_panels(panels(*records))
+    return select_main_panels(panels(*records))
 
 
 def write_page(root: Path, *records: Record, page: str = "index.html") -> str:
@@ -169,7 +169,7 @@ def test_the_leaderboard_shows_the_best_or_the_last_block():
     records += [plain(facet="mlp", layer=n, value=v) for n, v in enumerate((3.0, 2.0, 1.0))]
     board, (checkpoint,) = leaderboard(*records), list_checkpoints(records)
 
-    points = [panel.find_headline_entry(checkpoint) for panel in board.panels]
+    points = [panel.find_main_entry(checkpoint) for panel in board.panels]
     assert [(p.layer, p.value) for p in points if p] == [(1, 60.0), (2, 1.0)]
     assert [panel.facet for panel in board.panels] == ["key", "mlp"]
 
@@ -346,14 +346,14 @@ def test_the_leaderboard_marks_the_best_and_those_not_significantly_lower(tmp_pa
         save(store, degenerate, np.ones(20, bool))
     (panel,) = panels(*store.records())
 
-    best, tied = list_best(panel), list_indistinguishable(store, panel)
+    best, tied = find_best_checkpoints(panel), find_tied_checkpoints(store, panel)
 
     for line in panel.lines:
         one = line.checkpoint
         assert ("best" if one in best else "tied" if one in tied else "") == marks[one.name]
         assert line.best_blocks_text == "block 3"
     (single,) = panels(*(record for record in store.records() if record.model == "a"))
-    assert (list_best(single), list_indistinguishable(store, single)) == (set(), set())
+    assert (find_best_checkpoints(single), find_tied_checkpoints(store, single)) == (set(), set())
 
 
 def test_overlapping_intervals_are_tied_without_per_image_values(tmp_path):
@@ -365,7 +365,7 @@ def test_overlapping_intervals_are_tied_without_per_image_values(tmp_path):
         )
     )
 
-    tied = list_indistinguishable(ResultStore(tmp_path), panel)
+    tied = find_tied_checkpoints(ResultStore(tmp_path), panel)
 
     assert [checkpoint.name for checkpoint in tied] == ["b"]
 

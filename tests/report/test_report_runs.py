@@ -137,7 +137,7 @@ def test_curves_of_long_logs_have_few_points_gaps_and_bands(tmp_path):
     long, short = panel.chart.curves
     assert (long.line.count("M"), long.line.count("L")) == (2, 450 - 2)
     assert long.band.count("Z") == 2
-    assert not long.marks
+    assert not long.markers
     assert [tick.label for tick in panel.chart.x_ticks] == ["0", "5", "10", "15", "20"]
     assert short.band == ""
     assert "200 loss values not finite" in runs.lines[0].facts
@@ -148,7 +148,7 @@ def test_a_value_between_gaps_is_a_dot(tmp_path):
 
     (curve,) = draw_logs(tmp_path).panels[0].chart.curves
 
-    assert [mark.tooltip for mark in curve.marks] == ["run, step 10: 1.000"]
+    assert [marker.tooltip for marker in curve.markers] == ["run, step 10: 1.000"]
 
 
 def test_axes_name_the_measure_and_its_unit(tmp_path):

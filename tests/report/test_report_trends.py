@@ -85,7 +85,7 @@ def test_the_charts_of_all_runs_have_the_same_axes():
     points = [Point(epoch, 1.0, None, None, "") for epoch in (1.0, 2.0, 100.0, 200.0, 201.0)]
     chart = draw_chart([Curve("block 0", "", 0, points)], x_label="epoch")
     assert [tick.label for tick in chart.x_ticks] == ["1", "100", "200"]
-    assert len(chart.curves[0].marks) == 5
+    assert len(chart.curves[0].markers) == 5
 
 
 @pytest.mark.parametrize("depth", [1, 3, 12, 24, 32])
@@ -200,7 +200,7 @@ def test_one_metric_per_task_is_drawn_from_the_clean_score():
     ((table, _),) = draw_severities([*CORRUPTED, *other])
 
     assert (chart.x_label, chart.y_label, len(chart.curves)) == ("severity", "top1 (%)", 2)
-    assert chart.curves[1].marks[2].tooltip == "skip, block 1, severity 2: 40.0"
+    assert chart.curves[1].markers[2].tooltip == "skip, block 1, severity 2: 40.0"
     assert table.record.metric == "top1_k20"
 
 

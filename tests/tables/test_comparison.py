@@ -67,8 +67,10 @@ def test_undefined_differences_are_dashes_and_zero_has_no_minus():
 
     assert (row.first_text, row.second_text, row.text) == (NO_VALUE,) * 3
     assert not row.is_significant
-    sheet = Comparison(replace(RECORD, metric="miou_oracle"), (row,), ("a", "b"), (RECORD,)).sheet()
-    assert [word.text for word in sheet.rows[0]] == ["0", *[NO_VALUE] * 3]
+    printed = Comparison(
+        replace(RECORD, metric="miou_oracle"), (row,), ("a", "b"), (RECORD,)
+    ).to_printed_table()
+    assert [word.text for word in printed.rows[0]] == ["0", *[NO_VALUE] * 3]
     small = Difference("0", 50.0, 50.01, -0.04, 0.04, ((0,), (0,)))
     assert small.text == "+0.0 [+0.0, +0.0]"
     assert replace(small, low=math.nan).text == replace(small, high=math.nan).text == "+0.0"
@@ -131,7 +133,7 @@ def test_no_block_is_best_when_higher_is_not_better(store, shas):
     second = {"a": ("last block", 50, 50, 50), "ad": ("skipless", 0, 50, 100)}
     assert [(row.name, row.first) for row in table.rows] == [("0", 100), ("1", 0), ("2", 50)]
     assert (table.names[1], *(row.second for row in table.rows)) == second[shas]
-    assert any(note.startswith("no block is best") for note in table.sheet().notes)
+    assert any(note.startswith("no block is best") for note in table.to_printed_table().notes)
 
 
 def test_tables_name_their_seed_and_encoders_without_a_best_block(store):
@@ -144,12 +146,12 @@ def test_tables_name_their_seed_and_encoders_without_a_best_block(store):
 
     assert [table.title.rpartition(", ")[2] for table in tables] == ["seed 0", "seed 7"]
     # A single block is no choice.
-    assert [table.without_best for table in tables] == [("skip",), ("skip",)]
+    assert [table.encoders_without_best for table in tables] == [("skip",), ("skip",)]
     assert compare(store, "a")[0].names == ("skip", "last block")
     assert [row.name for row in tables[0].rows] == ["0", "last (1, 0)"]
-    (mark,) = tables[0].sheet().marks
-    assert mark.startswith("†")
-    assert "never marked" in mark
+    (note,) = tables[0].to_printed_table().symbol_notes
+    assert note.startswith("†")
+    assert "never marked" in note
 
 
 def test_encoders_of_the_same_name_are_distinguished_by_id(store):

@@ -167,7 +167,7 @@ def test_the_only_block_that_is_not_degenerate_is_the_best():
     assert [point.layer for point in panel.lines[0].marked_entries] == [1]
     (table,) = depth_tables(records)
     assert table.best_row("skip") == 1
-    assert [row[1].is_best for row in table.sheet().rows] == [False, True]
+    assert [row[1].is_best for row in table.to_printed_table().rows] == [False, True]
 
 
 @pytest.mark.parametrize("degenerate", [80.0, 79.0], ids=["clean", "corrupted"])
@@ -177,5 +177,5 @@ def test_a_degenerate_block_never_has_the_smallest_drop(degenerate):
     pairs = zip(records, percents, strict=True)
     (table,) = severity_tables([replace(record, details=details) for record, details in pairs])
 
-    assert table.drop(0) == pytest.approx(1.25)
+    assert table.compute_drop(0) == pytest.approx(1.25)
     assert table.most_robust_layers == {1}

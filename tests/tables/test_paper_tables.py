@@ -154,7 +154,7 @@ def test_the_notes_say_how_the_block_was_chosen(store):
 
     held_out = build_table(store, shas="ad")
 
-    assert held_out.undecided == {("skipless, soap", "VOC2012")}
+    assert held_out.cells_without_layer == {("skipless, soap", "VOC2012")}
     text = render_tables([held_out], "text")
     assert "63.2 | ‡" in text
     assert "\n‡: " in text

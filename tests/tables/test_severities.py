@@ -53,14 +53,14 @@ def test_the_drop_is_the_lost_share_of_the_clean_score():
     (table,) = severity_tables(corrupted_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)))
 
     # The means are 40 and 45, so half of 80 and a tenth of 50 are lost.
-    assert [table.drop(layer) for layer in (0, 1)] == pytest.approx([50.0, 10.0])
-    sheet = table.sheet()
-    assert sheet.head == ("block", "clean", "1", "2", "drop (%)")
-    assert [[cell.text for cell in row] for row in sheet.rows] == [
+    assert [table.compute_drop(layer) for layer in (0, 1)] == pytest.approx([50.0, 10.0])
+    printed = table.to_printed_table()
+    assert printed.header == ("block", "clean", "1", "2", "drop (%)")
+    assert [[cell.text for cell in row] for row in printed.rows] == [
         ["0", "80.0", "60.0", "20.0", "50.0"],
         ["1", "50.0", "50.0", "40.0", "10.0"],
     ]
-    marked = [[cell.is_best for cell in row] for row in sheet.rows]
+    marked = [[cell.is_best for cell in row] for row in printed.rows]
     assert marked == [[False, True, True, False, False], [False, False, False, True, True]]
 
 
@@ -73,9 +73,9 @@ def test_blocks_are_ranked_over_the_severities_that_they_share(store, cli):
     (table,) = severity_tables(records)
 
     assert (table.common_severities, table.most_robust_layers) == ((1,), {0})
-    assert [table.drop(layer) for layer in (0, 1)] == pytest.approx([10.0, 20.0])
-    assert table.drop(2) is None
-    assert [[cell.text for cell in row][2:] for row in table.sheet().rows] == [
+    assert [table.compute_drop(layer) for layer in (0, 1)] == pytest.approx([10.0, 20.0])
+    assert table.compute_drop(2) is None
+    assert [[cell.text for cell in row][2:] for row in table.to_printed_table().rows] == [
         ["72.0", "8.0", "10.0"], ["40.0", "‡", "20.0"], ["‡", "‡", NO_VALUE],
     ]  # fmt: skip
     out = cli(*OVER_SEVERITY, "--format", "latex").out
@@ -94,8 +94,8 @@ def test_blocks_without_a_common_severity_have_no_drop():
     (table,) = severity_tables([first, snow, second, corrupted(second, "snow", 2, value=30.0)])
 
     assert table.common_severities == ()
-    assert [table.drop(layer) for layer in table.rows] == [None, None]
-    assert table.sheet().marks[0].endswith("share: none")
+    assert [table.compute_drop(layer) for layer in table.rows] == [None, None]
+    assert table.to_printed_table().symbol_notes[0].endswith("share: none")
 
 
 def test_every_corruption_and_encoder_has_a_table():
@@ -108,7 +108,9 @@ def test_every_corruption_and_encoder_has_a_table():
 
     tables = severity_tables([first, snow, fog, *other])
 
-    drops = [(table.title.split(", ")[-2:], table.columns, table.drop(0)) for table in tables]
+    drops = [
+        (table.title.split(", ")[-2:], table.columns, table.compute_drop(0)) for table in tables
+    ]
     notes = {tuple(table.title.split(", ")[-2:]): " ".join(table.notes) for table in tables}
     assert [names for names, note in notes.items() if ", 7.8;" in note] == [("fog", "skip")]
     assert sorted(drops, key=str) == [
@@ -127,7 +129,7 @@ def test_clean_scores_on_other_data_or_settings_are_not_used(change):
     (table,) = severity_tables([replace(clean, **change), snow])
 
     assert table.columns == (1,)
-    assert table.drop(0) is None
+    assert table.compute_drop(0) is None
 
 
 def test_a_score_below_the_baseline_has_no_drop():
@@ -138,9 +140,9 @@ def test_a_score_below_the_baseline_has_no_drop():
     (table,) = severity_tables([*seed0, *seed1])
 
     assert [entry.value for entry in table.entries.values()] == [76.0, 57.0, 47.5, 9.5]
-    assert table.drop(0) == pytest.approx(25.0)
-    assert table.drop(1) is None
-    assert table.sheet().rows[1][-1].text == NO_VALUE
+    assert table.compute_drop(0) == pytest.approx(25.0)
+    assert table.compute_drop(1) is None
+    assert table.to_printed_table().rows[1][-1].text == NO_VALUE
 
 
 def test_undefined_scores_have_no_drop():
@@ -148,7 +150,7 @@ def test_undefined_scores_have_no_drop():
         corrupted_blocks((80.0, math.nan, 60.0), (math.nan, 60.0, 60.0), (50.0, 40.0, 30.0))
     )
 
-    assert [table.drop(layer) for layer in table.rows] == [None, None, pytest.approx(30.0)]
+    assert [table.compute_drop(layer) for layer in table.rows] == [None, None, pytest.approx(30.0)]
     assert table.most_robust_layers == {2}
     assert [row["drop"] for row in table.csv_rows()[::3]] == ["", "", pytest.approx(30.0)]
 
@@ -157,8 +159,8 @@ def test_there_is_no_drop_when_higher_is_not_better():
     records = corrupted_blocks((8.0, 6.0), (5.0, 5.0))
     (table,) = severity_tables([replace(one, unit="", metric="rankme") for one in records])
 
-    assert table.drop(0) is None
-    assert not any(cell.is_best for row in table.sheet().rows for cell in row)
+    assert table.compute_drop(0) is None
+    assert not any(cell.is_best for row in table.to_printed_table().rows for cell in row)
 
 
 def test_severities_are_drawn_and_written_as_json_and_csv(store, cli, cli_json, monkeypatch):

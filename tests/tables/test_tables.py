@@ -21,9 +21,9 @@ from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
 from ssl_bench.tables.entries import (
     average_over_seeds,
-    dagger,
+    describe_provenance,
+    format_dagger,
     model_names,
-    provenance,
     settings_digest,
 )
 from ssl_bench.tables.sheets import (
@@ -31,7 +31,7 @@ from ssl_bench.tables.sheets import (
     Cell,
     PrintedTable,
     default_format,
-    format_sheet,
+    format_table,
     render_tables,
 )
 from tests.core.test_results import RECORD
@@ -128,7 +128,7 @@ def test_the_percentage_of_degenerate_images_follows_the_value():
         (None, ""), (0.0, ""), (0.4, " †0.4"), (1.0, " †1"), (50.0, " †50"),
         (50.4, " †50.4"), (50.04, " †50.04"), (50.6, " †51"),
     ):  # fmt: skip
-        assert dagger(percent) == suffix
+        assert format_dagger(percent) == suffix
 
 
 def test_json_and_csv_contain_the_provenance_of_every_number():
@@ -336,7 +336,7 @@ def test_the_digest_of_settings_does_not_depend_on_their_order():
 
     assert first == same != other
     records = [replace(RECORD, created=f"2026-0{n}-01T00:00:00+00:00") for n in (1, 3, 2)]
-    assert provenance(records).endswith("; 2026-03-01")
+    assert describe_provenance(records).endswith("; 2026-03-01")
 
 
 def test_the_image_size_is_stated_below_a_table():
@@ -360,7 +360,7 @@ def test_the_image_size_is_stated_below_a_table():
         f"{images}, image_size=64 (tokencut of skip), image_size=96 (tokencut of skip_less)"
     ]
     # Records that state no size are left out.
-    mixed = provenance([resize(RECORD, 512), RECORD])
+    mixed = describe_provenance([resize(RECORD, 512), RECORD])
     assert mixed.startswith(f"{images}, image_size=512 (tokencut of skip); ")
 
 
@@ -376,9 +376,9 @@ def test_figures_on_a_full_disk_give_a_one_line_error(store, cli):
 
 # Sheets: the text of a table in every format.
 
-SHEET = PrintedTable(
+TABLE = PrintedTable(
     title="a title",
-    head=("encoder", "voc_1", "b|c"),
+    header=("encoder", "voc_1", "b|c"),
     rows=(
         (Cell("skip & 100%"), Cell("32.3 ± 1.2 †4", is_best=True), Cell("5.0")),
         (Cell("[x]"), Cell("7.0", is_second=True), Cell("", is_best=True)),
@@ -388,7 +388,7 @@ SHEET = PrintedTable(
 
 
 def test_latex_is_escaped_and_uses_booktabs():
-    assert format_sheet(SHEET, "latex").splitlines() == [
+    assert format_table(TABLE, "latex").splitlines() == [
         "% a title",
         "% one",
         "% two",
@@ -402,29 +402,29 @@ def test_latex_is_escaped_and_uses_booktabs():
         r"\end{tabular}",
     ]
     name = r"\~^<{"
-    sheet = PrintedTable("", ("block", name), ((Cell("0"), Cell(name)),), ())
+    table = PrintedTable("", ("block", name), ((Cell("0"), Cell(name)),), ())
     escaped = r"\textbackslash{}\textasciitilde{}\textasciicircum{}\textless{}\{"
-    assert format_sheet(sheet, "latex").count(escaped) == 2
+    assert format_table(table, "latex").count(escaped) == 2
 
 
 def test_markdown_escapes_bars_and_tags():
-    lines = format_sheet(SHEET, "markdown").splitlines()
+    lines = format_table(TABLE, "markdown").splitlines()
 
     assert lines[2] == r"| encoder | voc_1 | b\|c |"
     assert lines[5] == "| [x] | 7.0 |  |"
     assert lines[-1] == "<sub>one<br>two</sub>"
     tagged = PrintedTable("", ("a", "b"), ((Cell("<script>"), Cell("1")),), ())
-    assert "<script>" not in format_sheet(tagged, "markdown")
+    assert "<script>" not in format_table(tagged, "markdown")
 
 
 def test_columns_are_aligned_and_terminal_codes_have_no_width():
-    assert format_sheet(SHEET, "text").splitlines()[2:6] == [
+    assert format_table(TABLE, "text").splitlines()[2:6] == [
         "encoder                voc_1  b|c",
         "---------------------------------",
         "skip & 100%  *32.3 ± 1.2* †4  5.0",
         "[x]                      7.0",
     ]
-    bold = format_sheet(SHEET, "terminal")
+    bold = format_table(TABLE, "terminal")
     assert "\033[1m32.3 ± 1.2\033[0m" in bold
     assert re.sub("\033\\[[01]m", "", bold).splitlines()[2:6] == [
         "encoder              voc_1  b|c",
@@ -433,8 +433,8 @@ def test_columns_are_aligned_and_terminal_codes_have_no_width():
         "[x]                    7.0",
     ]
     # Block indices are aligned right.
-    sheet = PrintedTable("", ("block", "a"), ((Cell("9"), Cell("1")), (Cell("10"), Cell("2"))), ())
-    assert format_sheet(sheet, "text").splitlines()[4:6] == ["    9  1", "   10  2"]
+    table = PrintedTable("", ("block", "a"), ((Cell("9"), Cell("1")), (Cell("10"), Cell("2"))), ())
+    assert format_table(table, "text").splitlines()[4:6] == ["    9  1", "   10  2"]
 
 
 KINDS = ("--pivot", "--paper table2", "--over-epochs", "--over-severity", "--over-steps runs")
