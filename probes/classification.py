@@ -455,8 +455,8 @@ class LinearClassification(Probe):
             )
             held_out = torch.tensor(sorted(split.held_out)) if split.held_out else None
             is_refit = split.held_out and not isinstance(self.pool, AttentivePooling)
-            refit = split.all_entries(1) if is_refit else None
-            whole = TrainingDraw(split.training_entries(1), held_out, refit)
+            refit = split.all_view_indices(1) if is_refit else None
+            whole = TrainingDraw(split.train_view_indices(1), held_out, refit)
             return TrainingDraws(images, split.indices, {None: [whole]})
         most = max(counts)
         per_class = most + min(most, _MAX_SELECTION_SHOTS) if self.holdout else most

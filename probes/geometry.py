@@ -20,7 +20,7 @@ from torch import Tensor
 from probes.features.image import facet_parts, image_vectors
 from probes.features.journal import Journal
 from probes.features.moments import Moments
-from probes.features.stream import batches, fetch_finite, images_per_pass, read_ahead
+from probes.features.stream import batches, fetch_and_check, images_per_pass, read_ahead
 from probes.features.training_images import ResizedCrops
 from probes.spectra import alpha_req, centred_effective_rank, is_constant, lidar, rankme
 from ssl_bench.composition.fields import (
@@ -243,7 +243,7 @@ class Geometry(Probe):
                     features, sums = extractor.extract_unchecked(to_device(batch, context.device))
                     by_facet = [image_vectors(features, facet) for facet in self.facets]
                     ids = [images.ids[index]] * len(batch)
-                    parts.append(fetch_finite(extractor, sums, ids, by_facet))
+                    parts.append(fetch_and_check(extractor, sums, ids, by_facet))
                 vectors[index] = [torch.cat(part, 1) for part in zip(*parts, strict=True)]
                 journal.append({"image": index, "vectors": vectors[index]})
         except BaseException:
@@ -457,7 +457,7 @@ class ImageStatistics:
             self.regressions[layer].add(facets["token"], part)
         values = self._patch_values(features)
         ids = [self._images.ids[index] for index in indices]
-        on_host = fetch_finite(extractor, sums, ids, [*paired, *values.values()])
+        on_host = fetch_and_check(extractor, sums, ids, [*paired, *values.values()])
         for cell, vectors in zip(self.paired, on_host[: len(paired)], strict=True):
             self.paired[cell].append(vectors)
         for cell, batch in zip(values, on_host[len(paired) :], strict=True):

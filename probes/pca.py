@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from probes.features.moments import Moments
-from probes.features.stream import fetch_finite
+from probes.features.stream import fetch_and_check
 from probes.features.training_images import resize_bicubic
 from probes.pictures import Picture, blocks_name, draw_heading, save_sheet, save_svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
@@ -253,7 +253,7 @@ class PCA(Probe):
             image = resize_bicubic(sample.image, *size)
             blocks, sums = extractor.extract_unchecked(image[None])
             on_device = [facets[self.scored_facet][0] for facets in blocks.values()]
-            on_host = fetch_finite(extractor, sums, [sample.image_id], on_device)
+            on_host = fetch_and_check(extractor, sums, [sample.image_id], on_device)
             for layer, block_features in zip(blocks, on_host, strict=True):
                 if reads_all:
                     moments[layer].add(block_features.flatten(0, 1))

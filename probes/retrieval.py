@@ -16,7 +16,7 @@ from jaxtyping import Float, Float16, Int64
 from torch import Tensor
 
 from probes.features.image import is_constant
-from probes.features.stream import batches, extract, fetch_finite, read_ahead
+from probes.features.stream import batches, extract, fetch_and_check, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.training_images import (
     TrainingSplit,
@@ -258,7 +258,7 @@ class Retrieval(Probe):
                 counts.append(class_counts(predicted, target, classes))
                 if self.has_matched_metric:
                     confusions += confusion_counts(predicted, target, classes)
-            (counts,) = fetch_finite(extractor, sums, ids, [torch.stack(counts)])
+            (counts,) = fetch_and_check(extractor, sums, ids, [torch.stack(counts)])
             per_image.add(counts[:, :, None])
         return per_image, confusions.cpu().numpy()
 

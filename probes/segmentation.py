@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from probes.features.journal import Journal
-from probes.features.stream import batches, extract, fetch_finite, read_ahead
+from probes.features.stream import batches, extract, fetch_and_check, read_ahead
 from probes.features.tiers import RequestedTier, TrainingFeatures, TrainingPass
 from probes.features.training_images import (
     LayerGroup,
@@ -347,7 +347,7 @@ class SegmentationRun:
         heads = self.train(features)
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
-            heads = self._train_on(features, self.split.all_entries(self.probe.views))
+            heads = self._train_on(features, self.split.all_view_indices(self.probe.views))
         # The learning rate or C of each source is selected on held-out images. If there are none,
         # it is selected on the scored images.
         chosen = None if held_out is None else _best_indices(held_out)
@@ -387,7 +387,7 @@ class SegmentationRun:
         Raises:
             DataError: The masks of these training images have fewer than two classes.
         """
-        entries = self.split.training_entries(self.probe.views)
+        entries = self.split.train_view_indices(self.probe.views)
         classes = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
         if len(classes) < 2:
             names = [self.scored_images.class_names[number] for number in classes]
@@ -538,7 +538,7 @@ class SegmentationRun:
             counts.append(counted)
             if image.image_id in kept:
                 maps[image.image_id] = predicted
-        fetched = fetch_finite(extractor, sums, ids, [torch.stack(counts), *maps.values()])
+        fetched = fetch_and_check(extractor, sums, ids, [torch.stack(counts), *maps.values()])
         return fetched[0], dict(zip(maps, fetched[1:], strict=True))
 
     def _predict(

@@ -186,7 +186,7 @@ class Attention(Probe):
         if len(numbers) < len(images):
             line = f"attention: only {len(numbers)} of {len(images)} images are encoded"
             context.say(with_hint(line, hint=("--pictures", str(len(images)))))
-        results: dict[int, list[ImageResult]] = {layer: [] for layer in context.layers}
+        results: dict[int, list[AttentionScores]] = {layer: [] for layer in context.layers}
         # Any kind of feature would do, because only the attention is used. "cls" is small, and the
         # extractor checks that it is finite.
         record = AttentionRecorder(context.extractor(context.layers, "cls"))
@@ -196,12 +196,12 @@ class Attention(Probe):
             )
             truth = self._object_mask(sample)
             for layer, maps in weights.items():
-                results[layer].append(image_result(maps, truth, self.mass))
+                results[layer].append(score_image(maps, truth, self.mass))
             if sample.image_id in drawn_ids:
                 own = {layer: results[layer][-1] for layer in weights}
                 self._draw(context, sample, weights, own)
         for layer in context.layers:
-            yield from block_scores(layer, results[layer], has_truth=self.truth != "none")
+            yield from score_block(layer, results[layer], has_truth=self.truth != "none")
 
     def _read(
         self, context: ProbeContext, images: ImageSet, numbers: Sequence[int]
@@ -251,7 +251,7 @@ class Attention(Probe):
         context: ProbeContext,
         sample: Sample,
         weights: Mapping[int, Maps],
-        results: Mapping[int, "ImageResult"],
+        results: Mapping[int, "AttentionScores"],
     ) -> None:
         """Draw the attention maps of one image: a figure for each block, and one for all blocks.
 
@@ -300,7 +300,7 @@ def _sheet_name(layers: Sequence[int], image_id: str) -> str:
 
 
 @dataclass(frozen=True)
-class ImageResult:
+class AttentionScores:
     """The scores of the attention maps of one block for one image.
 
     Attributes:
@@ -337,9 +337,9 @@ class ImageResult:
         return [f": Jaccard {value:.0f} %" for value in (self.jaccard_mean_map, *self.jaccard)]
 
 
-def image_result(
+def score_image(
     maps: Maps, truth: UInt8[np.ndarray, "height width"] | None, mass: float
-) -> ImageResult:
+) -> AttentionScores:
     """Score the attention maps of all heads of one block for one image.
 
     Args:
@@ -352,14 +352,14 @@ def image_result(
     patch_share = maps.sum((1, 2)).numpy()
     is_degenerate = bool(is_constant(maps).all())
     if truth is None:
-        return ImageResult(None, math.nan, {}, False, entropy, patch_share, is_degenerate)
+        return AttentionScores(None, math.nan, {}, False, entropy, patch_share, is_degenerate)
     masks = mass_masks(torch.cat([maps, maps.mean(0, keepdim=True)]), mass)
     *heads, mean_map = object_iou(mask_counts(masks, truth))
     centre = object_counts(centre_mask(truth.shape), truth)
     constant = {
         name: float(object_iou(counts)[0]) for name, counts in constant_masks(centre[None]).items()
     }
-    return ImageResult(
+    return AttentionScores(
         jaccard=np.array(heads),
         jaccard_mean_map=float(mean_map),
         constant=constant,
@@ -441,7 +441,9 @@ def is_constant(maps: Maps) -> Bool[Tensor, " *some"]:
 # Scores of a block.
 
 
-def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool) -> Iterator[Score]:
+def score_block(
+    layer: int, results: Sequence[AttentionScores], *, has_truth: bool
+) -> Iterator[Score]:
     """Yield the scores of the attention maps of one block, averaged over all images.
 
     With true masks, these are the Jaccard indices in `METRICS` and the entropy. Without them, only

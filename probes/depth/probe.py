@@ -269,7 +269,7 @@ class DepthRun:
         """Train the heads, draw figures, and yield the scores of all sources (groups of layers)."""
         probe, context = self.probe, self.context
         features = self.compute_features()
-        entries = self.split.training_entries(views=1)
+        entries = self.split.train_view_indices(views=1)
         mean_depth = self.mean_depth(features.patches.labels[entries])
         journal = self._open_journal()
         heads = self.training.train(
@@ -342,7 +342,7 @@ class DepthRun:
             for row, sample in zip(range(rows.start, rows.stop), batch.samples, strict=True):
                 depth = torch.from_numpy(_require_depth(sample))[None, None]
                 depths[row] = F.interpolate(depth, depths.shape[1:], mode="nearest-exact")[0, 0]
-        if not self.training.is_known(depths[self.split.training_entries(views=1)]).any():
+        if not self.training.is_known(depths[self.split.train_view_indices(views=1)]).any():
             raise _no_depth_error(f"{self.images.name} {self.images.split}", probe.bounds)
         tier = "memory" if is_small else "disk"
         stored = StoredFeatures(extractor.layers, blocks, depths, scales=scales, tier=tier)

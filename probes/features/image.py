@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from probes.features.stream import batches, fetch_finite, images_per_pass, read_ahead
+from probes.features.stream import batches, fetch_and_check, images_per_pass, read_ahead
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, Features, central_square
@@ -124,7 +124,7 @@ class ImagePass:
             ids = [images.ids[index] for index in indices[rows]]
             features, sums = extractor.extract_unchecked(pixels.float() / 255)
             vectors = [image_vectors(features, facet) for facet in by_facet]
-            copies = fetch_finite(extractor, sums, ids, vectors)
+            copies = fetch_and_check(extractor, sums, ids, vectors)
             for values, copy in zip(by_facet.values(), copies, strict=True):
                 values[:, rows] = copy
             labels[rows] = torch.tensor([label for _, label in batch])

@@ -95,8 +95,8 @@ def extract(
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
     """Compute the features of each layer for a batch, and sums that show whether they are finite.
 
-    On a CUDA GPU, this function does not check the sums. Pass them to `fetch_finite` later, so that
-    the CPU waits for the GPU only once. On any other device, the sums are checked here.
+    On a CUDA GPU, this function does not check the sums. Pass them to `fetch_and_check` later, so
+    that the CPU waits for the GPU only once. On any other device, the sums are checked here.
 
     Args:
         extractor: Extractor of one facet (kind of feature).
@@ -108,7 +108,7 @@ def extract(
         infinite if one of its features is.
 
     Raises:
-        CheckpointError: A feature is not finite. On a CUDA GPU, `fetch_finite` raises this error.
+        CheckpointError: A feature is not finite. On a CUDA GPU, `fetch_and_check` raises it.
     """
     features, sums = extractor.extract_unchecked(images)
     if not sums.is_cuda:
@@ -117,7 +117,7 @@ def extract(
     return {layer: facets[facet] for layer, facets in features.items()}, sums
 
 
-def fetch_finite(
+def fetch_and_check(
     extractor: FeatureExtractor,
     sums: Float[Tensor, "features batch"],
     ids: Sequence[str],
@@ -168,7 +168,7 @@ def extract_float16(
     features, sums = extract(extractor, images, ids)
     pairs = [to_float16(features[layer]) for layer in extractor.layers]
     halves, scales = [half for half, _ in pairs], torch.stack([scale for _, scale in pairs])
-    scales, *host = fetch_finite(extractor, sums, ids, [scales, *(halves if fetch else [])])
+    scales, *host = fetch_and_check(extractor, sums, ids, [scales, *(halves if fetch else [])])
     return host if fetch else halves, scales
 
 

@@ -38,7 +38,7 @@ from probes.features.stream import (
     read_ahead,
     undo_scaling,
 )
-from probes.features.training_images import TrainingViews, resize_mask
+from probes.features.training_images import ViewTransform, resize_mask
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import MachineError
 from ssl_bench.evaluation import ProbeContext, Progress
@@ -221,7 +221,7 @@ class TrainingPass:
     images: ImageSet
     indices: Sequence[int]
     image_size: int
-    views: TrainingViews
+    views: ViewTransform
     label_size: int
     batch_size: int
     workers: int

@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from probes.features.tiers import StoredFeatures
 from probes.heads import logistic
 from probes.heads.logistic import LogisticRegression as Regression
-from probes.heads.logistic import hessian_inverse, minimise
+from probes.heads.logistic import make_preconditioner, minimise
 from probes.heads.losses import HistogramLoss
 from probes.heads.sgd import HeadSpec
 from tests.support.photographs import silent
@@ -157,7 +157,7 @@ def test_the_gradient_is_divided_by_the_curvature_of_each_class(monkeypatch):
     frequencies = torch.tensor([0.7, 0.2, 0.1]).double()
     gradient = torch.randn(2, 12, generator=generator).double()
 
-    product = hessian_inverse((x.T @ x / 50)[None], scale[None], penalty, frequencies)(gradient)
+    product = make_preconditioner((x.T @ x / 50)[None], scale[None], penalty, frequencies)(gradient)
 
     def loss(parameters, head):
         """Return the loss of a head whose weights and biases are given as one vector."""
