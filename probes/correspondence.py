@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from probes.features.stream import batches, read_ahead
+from probes.features.stream import batched, read_ahead
 from probes.pictures import draw_heading, save_sheet
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import (
@@ -232,7 +232,7 @@ class Correspondence(Probe):
         layer_facets = list(itertools.product(context.layers, self.facets))
         figure_ids = set(sample_ids(images.ids, self.panels))
         counts = PairCounts(len(images), self.alphas)
-        for batch in batches(self._read_pairs(context, images, size), self.batch_size):
+        for batch in batched(self._read_pairs(context, images, size), self.batch_size):
             pairs = [pair for _, pair in batch]
             features = encoder.encode(pairs)
             grid = next(iter(features.values()))[layer_facets[0]].shape[:2]
@@ -263,7 +263,7 @@ class Correspondence(Probe):
             return make_annotated_pair(sample, size)
 
         order = range(len(images)) if self.protocol == "warps" else order_by_category(images.ids)
-        pairs = read_ahead(images, order, prepare, workers=self.num_workers)
+        pairs = read_ahead(images, order, prepare, num_workers=self.num_workers)
         return context.progress(zip(order, pairs, strict=True), self.task, len(images))
 
     def _match_points(

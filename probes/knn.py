@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from probes.features.image import ImagePass, is_constant
-from probes.features.stream import batches
+from probes.features.stream import batched
 from probes.features.training_images import (
     ShotCounts,
     Shots,
@@ -148,7 +148,7 @@ class KNN(Probe):
         indices = shots.indices if shots else self._draw_train_images(train, context.seed)
         image_pass = ImagePass(self, context, self.batch_size)
         layers_per_pass = image_pass.layers_per_pass(len(indices) + len(val), self.memory_gib)
-        for layers in batches(sorted(context.layers), layers_per_pass):
+        for layers in batched(sorted(context.layers), layers_per_pass):
             train_features = image_pass.run(train, indices, layers)
             val_features = image_pass.run(val, range(len(val)), layers)
             for layer, facet in itertools.product(layers, self.facets):

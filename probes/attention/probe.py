@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from probes.attention.recording import AttentionRecorder
-from probes.features.stream import batches, read_ahead
+from probes.features.stream import batched, read_ahead
 from probes.features.training_images import resize_bicubic
 from probes.pictures import Picture, blocks_name, draw_heading, save_sheet
 from ssl_bench.composition.fields import CountOrZero, OpenFraction, Pixels, Threads
@@ -211,7 +211,7 @@ class Attention(Probe):
         def prepare(sample: Sample) -> tuple[Sample, Float[Tensor, "3 height width"]]:
             return sample, self.prepare(sample, patch_size)
 
-        items = read_ahead(images, numbers, prepare, workers=self.num_workers)
+        items = read_ahead(images, numbers, prepare, num_workers=self.num_workers)
         yield from context.progress(items, "attention", len(numbers))
 
     def _patch_maps(
@@ -271,7 +271,7 @@ class Attention(Probe):
             ]
             tiles = [picture.tile() for picture in (photograph, *column)]
             save_sheet(
-                list(batches(tiles, _TILES_PER_ROW)), folder / _tile_name(layer, sample.image_id)
+                list(batched(tiles, _TILES_PER_ROW)), folder / _tile_name(layer, sample.image_id)
             )
             columns.append([replace(one, height=_SHEET_TILE_HEIGHT).tile() for one in column])
         first = replace(photograph, height=_SHEET_TILE_HEIGHT).tile()
@@ -308,8 +308,8 @@ class AttentionScores:
             None without a true mask.
         jaccard_mean_map: Jaccard index in percent between the true mask and a mask from the mean
             attention map of all heads. NaN without a true mask.
-        constant: Jaccard index in percent of each image-independent baseline, such as a box in the
-            centre. The keys are the names of the baselines.
+        baseline_jaccard: Jaccard index in percent of each image-independent baseline, such as a box
+            in the centre. The keys are the names of the baselines.
         has_object: Whether the true mask has a pixel of the object.
         entropy: Entropy of the map of each head, divided by the logarithm of the number of patches.
         patch_share: Fraction of each head's attention that goes to patches. The rest goes to [CLS]
@@ -319,7 +319,7 @@ class AttentionScores:
 
     jaccard: Float64[np.ndarray, " heads"] | None
     jaccard_mean_map: float
-    constant: Mapping[str, float]
+    baseline_jaccard: Mapping[str, float]
     has_object: bool
     entropy: Float64[np.ndarray, " heads"]
     patch_share: Float64[np.ndarray, " heads"]
@@ -356,13 +356,13 @@ def score_image(
     masks = mass_masks(torch.cat([maps, maps.mean(0, keepdim=True)]), mass)
     *heads, mean_map = object_iou(mask_counts(masks, truth))
     centre = object_counts(centre_mask(truth.shape), truth)
-    constant = {
+    baseline_jaccard = {
         name: float(object_iou(counts)[0]) for name, counts in constant_masks(centre[None]).items()
     }
     return AttentionScores(
         jaccard=np.array(heads),
         jaccard_mean_map=float(mean_map),
-        constant=constant,
+        baseline_jaccard=baseline_jaccard,
         has_object=bool((truth == 1).any()),
         entropy=entropy,
         patch_share=patch_share,
@@ -465,10 +465,12 @@ def score_block(
             "jaccard": {"by_head": by_head.mean(0).tolist(), "best_head": heads.best_layer()},
             "jaccard_holdout": {"heads": chosen},
         }
-        names = results[0].constant
-        constant = {name: float(np.mean([one.constant[name] for one in results])) for name in names}
+        names = results[0].baseline_jaccard
+        baselines = {
+            name: float(np.mean([one.baseline_jaccard[name] for one in results])) for name in names
+        }
         shared |= {
-            **Baseline.best(constant).as_details(),
+            **Baseline.best(baselines).as_details(),
             "images_without_object": sum(not one.has_object for one in results),
         }
         for metric in METRICS:

@@ -31,7 +31,7 @@ from probes.clustering.agreement import (
     patch_intervals,
 )
 from probes.features.image import ImagePass, is_constant
-from probes.features.stream import batches, fetch_and_check, read_ahead
+from probes.features.stream import batched, fetch_and_check, read_ahead
 from probes.features.training_images import image_and_mask, resize_bilinear
 from ssl_bench.composition.fields import (
     Count,
@@ -197,7 +197,7 @@ class Clustering(Probe):
         self._require_at_most(len(images), classes, items, "or more images")
         image_pass = ImagePass(self, context, self.batch_size)
         layers_per_pass = image_pass.layers_per_pass(len(images), self.memory_gib)
-        for layers in batches(sorted(context.layers), layers_per_pass):
+        for layers in batched(sorted(context.layers), layers_per_pass):
             features = image_pass.run(images, range(len(images)), layers)
             cells = list(itertools.product(layers, self.facets))
             for cell in context.progress(cells, "clustering", len(cells)):
@@ -229,7 +229,7 @@ class Clustering(Probe):
         extractor = context.extractor(sorted(context.layers), *self.facets)
         width = sum(map(extractor.width, self.facets))
         layers_per_pass = max(1, int(self.memory_gib * 2**30 / (2 * width * len(chosen))))
-        for layers in batches(extractor.layers, layers_per_pass):
+        for layers in batched(extractor.layers, layers_per_pass):
             extractor = context.extractor(layers, *self.facets)
             vectors = self._extract_training_patches(context, extractor, train, chosen, side**2)
             centers: dict[LayerFacet, list[Float[Tensor, "_centers _dim"]]] = {}
@@ -300,10 +300,10 @@ class Clustering(Probe):
         def prepare(sample: Sample) -> Float[Tensor, "3 side side"]:
             return resize_bilinear(image_and_mask(sample)[0], size, size)
 
-        pixels = read_ahead(images, indices.tolist(), prepare, workers=self.num_workers)
+        pixels = read_ahead(images, indices.tolist(), prepare, num_workers=self.num_workers)
         pixels = context.progress(pixels, "clustered images", len(indices))
         start = 0
-        for batch in batches(enumerate(pixels), self.batch_size):
+        for batch in batched(enumerate(pixels), self.batch_size):
             inputs = to_device(torch.stack([image for _, image in batch]), context.device)
             features, sums = extractor.extract_unchecked(inputs)
             numbers = [number for number, _ in batch]
@@ -346,9 +346,9 @@ class Clustering(Probe):
             return resize_bilinear(image, size, size), patch_labels
 
         assigned: dict[LayerFacet, list[Tensor]] = {cell: [] for cell in centers}
-        items = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
+        items = read_ahead(images, range(len(images)), prepare, num_workers=self.num_workers)
         items = context.progress(items, "scored images", len(images))
-        for batch in batches(items, self.batch_size):
+        for batch in batched(items, self.batch_size):
             inputs = to_device(torch.stack([image for image, _ in batch]), context.device)
             features, sums = extractor.extract_unchecked(inputs)
             parts = [

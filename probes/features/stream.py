@@ -30,7 +30,7 @@ _SCALED_LARGEST = 2.0**14
 
 
 def read_ahead(
-    images: ImageSet, indices: Sequence[int], prepare: Callable[[Sample], T], *, workers: int
+    images: ImageSet, indices: Sequence[int], prepare: Callable[[Sample], T], *, num_workers: int
 ) -> Iterator[T]:
     """Read images in threads, and yield the results of `prepare` in the order of `indices`.
 
@@ -38,15 +38,18 @@ def read_ahead(
         images: The dataset.
         indices: Indices of the images to read.
         prepare: Function that is called with each image and its annotations.
-        workers: Number of threads.
+        num_workers: Number of threads.
     """
     return map_ahead(
-        lambda index: prepare(images[index]), indices, workers=workers, max_ahead=4 * workers
+        lambda index: prepare(images[index]),
+        indices,
+        num_workers=num_workers,
+        max_ahead=4 * num_workers,
     )
 
 
 def map_ahead(
-    function: Callable[[K], T], items: Iterable[K], *, workers: int, max_ahead: int
+    function: Callable[[K], T], items: Iterable[K], *, num_workers: int, max_ahead: int
 ) -> Iterator[T]:
     """Call a function in threads, and yield its results in the order of the items.
 
@@ -54,11 +57,11 @@ def map_ahead(
         function: Function to call for each item.
         items: Arguments of the function, one for each call. An item is read when its call is
             submitted to the threads.
-        workers: Number of threads.
+        num_workers: Number of threads.
         max_ahead: Maximum number of calls that are started ahead of the one whose result is yielded
             next.
     """
-    pool = ThreadPoolExecutor(workers)
+    pool = ThreadPoolExecutor(num_workers)
     try:
         pending: deque[Future[T]] = deque()
         for item in items:
@@ -71,7 +74,7 @@ def map_ahead(
         pool.shutdown(cancel_futures=True)
 
 
-def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
     """Divide items into lists of `size` items. The last list may be shorter."""
     remaining = iter(items)
     while batch := list(islice(remaining, size)):

@@ -281,7 +281,7 @@ class ViewTransform:
 
     count: int
 
-    def view(self, sample: Sample, number: int, size: int) -> View:
+    def make_view(self, sample: Sample, number: int, size: int) -> View:
         """Return a view (a square with its mask) of an image. Repeated calls return the same view.
 
         Args:
@@ -301,7 +301,7 @@ class WholeImage(ViewTransform):
 
     count: int = 1
 
-    def view(self, sample: Sample, number: int, size: int) -> View:
+    def make_view(self, sample: Sample, number: int, size: int) -> View:
         image, mask = image_and_mask(sample)
         view = resize_bilinear(image, size, size), mask
         return _mirror(*view) if number else view
@@ -321,7 +321,7 @@ class CentralSquare(ViewTransform):
     share: float
     count: int = 1
 
-    def view(self, sample: Sample, number: int, size: int) -> View:
+    def make_view(self, sample: Sample, number: int, size: int) -> View:
         del number
         pixels = central_square(sample.image, size, share=self.share)
         return pixels.float() / 255, torch.zeros(1, 1, dtype=torch.uint8)
@@ -345,7 +345,7 @@ class ResizedCrops(ViewTransform):
     area: tuple[float, float] = (0.8, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
 
-    def view(self, sample: Sample, number: int, size: int) -> View:
+    def make_view(self, sample: Sample, number: int, size: int) -> View:
         random = _view_generator(self.seed, sample.image_id, number)
         image, mask = image_and_mask(sample)
         rows, cols = self._draw_window(random, *mask.shape)
@@ -398,7 +398,7 @@ class ScaledCrops(ViewTransform):
     factor: tuple[float, float] = (0.5, 2.0)
     dominance: float = 0.75
 
-    def view(self, sample: Sample, number: int, size: int) -> View:
+    def make_view(self, sample: Sample, number: int, size: int) -> View:
         random = _view_generator(self.seed, sample.image_id, number)
         image, mask = image_and_mask(sample)
         short_side = random.uniform(*self.factor) * size

@@ -414,7 +414,7 @@ class LinearHeads:
         The gradients are in the order of `self.parameters`. Loss and gradients are zero for a batch
         without labels. `targets` are the labels of the batch.
         """
-        share = 1 / targets.counted.sum().clamp(min=1)
+        share = 1 / targets.pixel_weights.sum().clamp(min=1)
         losses = torch.zeros_like(self.bias[..., 0])
         weight_gradient, bias_gradient = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
         for sources, images in self._pieces(features):

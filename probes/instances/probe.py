@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from probes.features.image import is_constant
-from probes.features.stream import batches, images_per_pass, read_ahead
+from probes.features.stream import batched, images_per_pass, read_ahead
 from probes.features.training_images import resize_bicubic
 from probes.instances.ranking import (
     Indices,
@@ -332,10 +332,10 @@ class Instances(Probe):
             # Only a single pixel of the image is kept, so that the other pixels are freed.
             return replace(sample, image=sample.image[:1, :1]), pixels
 
-        read = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
+        read = read_ahead(images, range(len(images)), prepare, num_workers=self.num_workers)
         shown = context.progress(read, f"{images.name} images", len(images))
         first = 0
-        for batch in batches(shown, self.batch_size):
+        for batch in batched(shown, self.batch_size):
             annotations += [(sample.search, sample.label) for sample, _ in batch]
             # Images of the same size are encoded together.
             by_size = defaultdict(list)
@@ -345,7 +345,7 @@ class Instances(Probe):
                     by_size[one.shape[1:]].append((row, sample.image_id, one))
             for (height, width), items in by_size.items():
                 side = math.isqrt(height * width)
-                for some in batches(items, images_per_pass(self.batch_size, side, context.device)):
+                for some in batched(items, images_per_pass(self.batch_size, side, context.device)):
                     rows, ids, pixels = zip(*some, strict=True)
                     for layer, features in extractor(torch.stack(pixels), ids).items():
                         for facet in self.facets:

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from probes.features.journal import Journal
-from probes.features.stream import batches, fetch_and_check, read_ahead
+from probes.features.stream import batched, fetch_and_check, read_ahead
 from probes.pictures import save_sheet
 from probes.tokencut.cuts import (
     Cut,
@@ -399,7 +399,7 @@ def _search_images(
         return *grid.shape, *itertools.chain(*(probe.graph_shape(grid) for probe in probes))
 
     def find_in_batches() -> Iterator[tuple[Sample, list[dict[str, list[Discovery]]]]]:
-        samples = read_ahead(images, pending, first.prepare, workers=_NUM_WORKERS)
+        samples = read_ahead(images, pending, first.prepare, num_workers=_NUM_WORKERS)
         largest = TOKENS_PER_BATCH
         for batch in batch_by_shape(samples, shape, max_patches=TOKENS_PER_BATCH):
             if (patches := math.prod(shape(batch[0])[:2])) > largest:
@@ -494,8 +494,8 @@ def find_in_batch(
         for values in maps
     ]
     objects = map_graphs(find_objects, graphs, num_threads=torch.get_num_threads())
-    by_cell = [dict(zip(cells, part, strict=True)) for part in batches(objects, len(cells))]
-    return list(batches(by_cell, len(probes)))
+    by_cell = [dict(zip(cells, part, strict=True)) for part in batched(objects, len(cells))]
+    return list(batched(by_cell, len(probes)))
 
 
 def patch_grid(sample: Sample, patch_size: int) -> PatchGrid:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float64, UInt8
 from torch import Tensor
 
-from probes.features.stream import batches, map_ahead
+from probes.features.stream import batched, map_ahead
 from probes.tracking.pictures import (
     ANIMATION_FRAMES,
     STRIP_FRAMES,
@@ -306,10 +306,13 @@ class Tracking(Probe):
             return frame, torch.from_numpy(pixels).permute(2, 0, 1)
 
         prepared = map_ahead(
-            prepare, range(len(frames)), workers=self.num_workers, max_ahead=2 * self.num_workers
+            prepare,
+            range(len(frames)),
+            num_workers=self.num_workers,
+            max_ahead=2 * self.num_workers,
         )
         shown = context.progress(prepared, f"tracking {video.image_id}", len(frames))
-        for batch in batches(shown, self.batch_size):
+        for batch in batched(shown, self.batch_size):
             pixels = torch.stack([pixels for _, pixels in batch]).float() / 255
             features = extractor(pixels, [frame.image_id for frame, _ in batch])
             for row, (frame, _) in enumerate(batch):

@@ -353,7 +353,7 @@ def test_the_head_of_an_image_is_chosen_on_other_images():
     by_head = by_head.clip(0, 100)
     results = head_results(by_head)
     without_object = {"has_object": False, "entropy": np.array([0.2, 0.35, 0.35])}
-    results[0] = replace(results[0], constant={"centre box": 21.0}, **without_object)
+    results[0] = replace(results[0], baseline_jaccard={"centre box": 21.0}, **without_object)
 
     scores = {s.metric: s for s in score_block(4, results, has_truth=True)}
 
@@ -394,8 +394,8 @@ def test_the_interval_of_entropy_stays_below_1():
 
 def test_the_baseline_is_the_best_constant_mask_over_all_images():
     first, second = head_results(np.array([[20.0, 40.0], [30.0, 10.0]]))
-    first = replace(first, constant={"centre": 10.0, "whole": 40.0}, jaccard_mean_map=70.0)
-    second = replace(second, constant={"centre": 25.0, "whole": 0.0}, has_object=False)
+    first = replace(first, baseline_jaccard={"centre": 10.0, "whole": 40.0}, jaccard_mean_map=70.0)
+    second = replace(second, baseline_jaccard={"centre": 25.0, "whole": 0.0}, has_object=False)
 
     scores = {s.metric: s for s in score_block(0, [first, second], has_truth=True)}
 
