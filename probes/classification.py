@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from probes.features.image import IMAGE_FACETS, ImageFeatures, ImagePass
-from probes.features.stream import batches, extract_float16, read_ahead, undo_scaling
+from probes.features.stream import batched, extract_float16, read_ahead, undo_scaling
 from probes.features.tiers import StoredFeatures, TrainingFeatures, TrainingPass
 from probes.features.training_images import (
     CentralSquare,
@@ -266,7 +266,7 @@ class LinearClassification(Probe):
         image_pass = ImagePass(self, context, self.encoder_batch_size)
         num_images = len(draws.indices) + len(val_images)
         layers_per_pass = image_pass.layers_per_pass(num_images, self.memory_gib)
-        for some_groups in batches(groups, max(1, layers_per_pass // len(groups[0]))):
+        for some_groups in batched(groups, max(1, layers_per_pass // len(groups[0]))):
             layers = sorted({*itertools.chain(*some_groups)})
             train = image_pass.run(train_images, draws.indices, layers)
             draws.require_two_classes(train.labels)
@@ -304,10 +304,12 @@ class LinearClassification(Probe):
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
         )
         heads = selection_heads = self.training.train(
-            spec, stored, groups, draw.fit, context.progress
+            spec, stored, groups, draw.train_positions, context.progress
         )
-        if draw.refit is not None:
-            heads = self.training.train(spec, stored, groups, draw.refit, context.progress)
+        if draw.refit_positions is not None:
+            heads = self.training.train(
+                spec, stored, groups, draw.refit_positions, context.progress
+            )
         details = {
             **draws.details(draw, heads.seconds),
             "guesses": fill_in_guesses(self, self.guesses),
@@ -348,7 +350,7 @@ class LinearClassification(Probe):
             views=CentralSquare(self.crop_share),
             label_size=1,
             batch_size=self.encoder_batch_size,
-            workers=self.num_workers,
+            num_workers=self.num_workers,
         )
         labels = torch.tensor(require_labels(train_images))[list(draws.indices)]
         draws.require_two_classes(labels)
@@ -386,7 +388,7 @@ class LinearClassification(Probe):
         heads = pool.train(
             features,
             labels,
-            draw.fit,
+            draw.train_positions,
             classes=num_classes,
             seed=context.seed,
             device=context.device,
@@ -433,10 +435,10 @@ class LinearClassification(Probe):
         def crop(sample: Sample) -> UInt8[Tensor, "3 size size"]:
             return central_square(sample.image, size, share=self.crop_share)
 
-        squares = read_ahead(images, range(len(images)), crop, workers=self.num_workers)
+        squares = read_ahead(images, range(len(images)), crop, num_workers=self.num_workers)
         squares = training_pass.context.progress(squares, f"{images.split} images", len(images))
         ids = iter(images.ids)
-        for batch in batches(squares, self.encoder_batch_size):
+        for batch in batched(squares, self.encoder_batch_size):
             pixels = to_device(torch.stack(batch), extractor.device).float() / 255
             batch_ids = list(itertools.islice(ids, len(batch)))
             halves, scales = extract_float16(extractor, pixels, batch_ids)
@@ -455,8 +457,8 @@ class LinearClassification(Probe):
             )
             held_out = torch.tensor(sorted(split.held_out)) if split.held_out else None
             is_refit = split.held_out and not isinstance(self.pool, AttentivePooling)
-            refit = split.all_entries(1) if is_refit else None
-            whole = TrainingDraw(split.training_entries(1), held_out, refit)
+            refit_positions = split.all_view_indices(1) if is_refit else None
+            whole = TrainingDraw(split.train_view_indices(1), held_out, refit_positions)
             return TrainingDraws(images, split.indices, {None: [whole]})
         most = max(counts)
         per_class = most + min(most, _MAX_SELECTION_SHOTS) if self.holdout else most
@@ -478,23 +480,23 @@ class TrainingDraw:
     the training set.
 
     Attributes:
-        fit: Images that the heads are trained on.
+        train_positions: Images that the heads are trained on.
         held_out: Images that are used to select the best head. None if the scored images are used.
-        refit: Images that the heads are trained on again after the selection. None if the heads are
-            not trained again.
+        refit_positions: Images that the heads are trained on again after the selection. None if the
+            heads are not trained again.
     """
 
-    fit: Int64[Tensor, " fit"]
+    train_positions: Int64[Tensor, " train"]
     held_out: Int64[Tensor, " held_out"] | None
-    refit: Int64[Tensor, " refit"] | None
+    refit_positions: Int64[Tensor, " refit"] | None
 
     @property
     def final_images(self) -> Int64[Tensor, " images"]:
-        """Return the images that the scored heads were trained on: `refit` if set, else `fit`.
+        """Return the images that the scored heads were trained on.
 
-        They are positions in the list `TrainingDraws.indices`.
+        They are `refit_positions` if set, else `train_positions`.
         """
-        return self.fit if self.refit is None else self.refit
+        return self.train_positions if self.refit_positions is None else self.refit_positions
 
 
 @dataclass(frozen=True)
@@ -551,12 +553,12 @@ class TrainingDraws:
             labels: Class of each image in `self.indices`.
         """
         for draw in itertools.chain(*self.by_shots.values()):
-            classes, images = labels[draw.fit].unique().tolist(), self.images
+            classes, images = labels[draw.train_positions].unique().tolist(), self.images
             if len(classes) < 2:
                 raise DataError(
-                    f"the heads would be trained on {len(draw.fit)} images of {images.name} "
-                    f"{images.split}, which are all of class {images.class_names[classes[0]]}, "
-                    "expected at least two classes",
+                    f"the heads would be trained on {len(draw.train_positions)} images of "
+                    f"{images.name} {images.split}, which are all of class "
+                    f"{images.class_names[classes[0]]}, expected at least two classes",
                     hint=("probe.train_images={larger}",),
                 )
 

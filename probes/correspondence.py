@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from probes.features.stream import batches, read_ahead
+from probes.features.stream import batched, read_ahead
 from probes.pictures import draw_heading, save_sheet
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import (
@@ -54,7 +54,7 @@ from ssl_bench.system.files import figure_file_name
 LayerFacet = tuple[int, Facet]
 ViewFeatures = Mapping[LayerFacet, Float[Tensor, "_rows _cols _dim"]]
 View = UInt8[Tensor, "3 _size _size"]
-Matrix = Float64[np.ndarray, "3 3"]
+Homography = Float64[np.ndarray, "3 3"]
 Points = Float64[np.ndarray, "_points 2"]
 Warp = Literal["homography", "crop", "flip"]
 Sampling = Literal["bilinear", "patch"]
@@ -76,7 +76,7 @@ _FIGURE_METRIC = "pck_0.1"
 _ADD_HALF = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
 # If the unit vectors of all patches differ by less than this value, the best match is arbitrary.
 _CONSTANT = 1e-6
-RIGHT, WRONG, EDGE = (40, 220, 60), (255, 70, 60), (0, 0, 0)
+CORRECT_COLOUR, WRONG_COLOUR, EDGE_COLOUR = (40, 220, 60), (255, 70, 60), (0, 0, 0)
 SIDE, GAP = 320, 12
 MAX_LINES = 32
 # Figures are drawn at twice their size and then reduced, so that lines are smooth.
@@ -232,15 +232,15 @@ class Correspondence(Probe):
         layer_facets = list(itertools.product(context.layers, self.facets))
         figure_ids = set(sample_ids(images.ids, self.panels))
         counts = PairCounts(len(images), self.alphas)
-        for batch in batches(self._read_pairs(context, images, size), self.batch_size):
+        for batch in batched(self._read_pairs(context, images, size), self.batch_size):
             pairs = [pair for _, pair in batch]
             features = encoder.encode(pairs)
             grid = next(iter(features.values()))[layer_facets[0]].shape[:2]
             matches = self._match_points(pairs, features, layer_facets, context.device)
             for row, (index, pair) in enumerate(batch):
                 counts.add_pair(index, pair, grid)
-                for layer_facet, (places, is_degenerate) in matches.items():
-                    predicted = places[row, : len(pair.source)].double().numpy()
+                for layer_facet, (positions, is_degenerate) in matches.items():
+                    predicted = positions[row, : len(pair.source)].double().numpy()
                     correct = counts.add_prediction(index, pair, layer_facet, predicted)
                     counts.degenerate[layer_facet][index] = bool(is_degenerate[row])
                     if pair.pair_id in figure_ids:
@@ -263,7 +263,7 @@ class Correspondence(Probe):
             return make_annotated_pair(sample, size)
 
         order = range(len(images)) if self.protocol == "warps" else order_by_category(images.ids)
-        pairs = read_ahead(images, order, prepare, workers=self.num_workers)
+        pairs = read_ahead(images, order, prepare, num_workers=self.num_workers)
         return context.progress(zip(order, pairs, strict=True), self.task, len(images))
 
     def _match_points(
@@ -277,7 +277,7 @@ class Correspondence(Probe):
 
         Args:
             pairs: A batch of pairs of views (square images).
-            features: Features of the views, by their names in `ViewPair.keys`.
+            features: Features of the views, by their ids in `ViewPair.view_ids`.
             layer_facets: Layers and facets (kinds of features) to use.
             device: Device of the features.
 
@@ -292,19 +292,19 @@ class Correspondence(Probe):
         tensors = list[Tensor]()
         for layer_facet in layer_facets:
             source, target = (
-                torch.stack([features[pair.keys[view]][layer_facet] for pair in pairs])
+                torch.stack([features[pair.view_ids[view]][layer_facet] for pair in pairs])
                 for view in (0, 1)
             )
             similarity = cosine_similarities(sample_features(source, points, self.sampling), target)
             if self.prediction == "cell":
-                places = argmax_places(similarity)
+                positions = argmax_positions(similarity)
             else:
-                places = soft_argmax_places(
+                positions = soft_argmax_positions(
                     similarity, sigma=self.sigma, temperature=self.temperature
                 )
             directions = unit_vectors(target.flatten(1, 2))
             is_degenerate = (directions - directions[:, :1]).abs().amax((1, 2)) < _CONSTANT
-            tensors += places, is_degenerate
+            tensors += positions, is_degenerate
         # All tensors are copied together, because the CPU waits for the device at each copy.
         on_host = to_host(tensors)
         return dict(zip(layer_facets, zip(on_host[::2], on_host[1::2], strict=True), strict=True))
@@ -403,11 +403,11 @@ class PairCounts:
         # Perfect features would find the patch that contains the true position.
         own_patch = (np.minimum(np.floor(pair.truth * sides), sides - 1) + 0.5) / sides
         answers = (pair.source, np.full_like(pair.source, 0.5), own_patch)
-        for answer, places in zip((*BASELINES, _OWN_PATCH), answers, strict=True):
-            self.add_prediction(index, pair, answer, places)
+        for answer, positions in zip((*BASELINES, _OWN_PATCH), answers, strict=True):
+            self.add_prediction(index, pair, answer, positions)
 
     def add_prediction(
-        self, index: int, pair: "ViewPair", key: LayerFacet | str, places: Points
+        self, index: int, pair: "ViewPair", key: LayerFacet | str, positions: Points
     ) -> Bool[np.ndarray, "alphas _points"]:
         """Count the correctly predicted points of a pair, and return which of them are correct.
 
@@ -415,9 +415,9 @@ class PairCounts:
             index: Index of the pair in the dataset.
             pair: The pair of views (square images).
             key: Layer and facet (kind of feature) of the prediction, or the name of a baseline.
-            places: Predicted positions, relative to the side of the second view.
+            positions: Predicted positions, relative to the side of the second view.
         """
-        is_correct = pair.is_correct(places, self.alphas)
+        is_correct = pair.is_correct(positions, self.alphas)
         self.correct[key][index] = is_correct.sum(1)
         return is_correct
 
@@ -451,36 +451,39 @@ class ViewPair:
 
     Attributes:
         pair_id: Id of the pair in the dataset.
-        keys: Names of the two views. A view that occurs in several pairs always has the same name.
+        view_ids: Ids of the two views. A view that occurs in several pairs always has the same id.
         views: The two views in RGB.
         source: Points in the first view, relative to its side.
         truth: True position of each point of `source` in the second view, relative to its side.
-        units: Width and height of the second image in pixels, before it is resized to a square.
-            Errors are measured in these pixels.
-        reference: Length in pixels, such as the longer side of the object's box. Errors are divided
-            by it before they are compared with the tolerance alpha.
+        target_size: Width and height of the second image in pixels, before it is resized to a
+            square. Errors are measured in these pixels.
+        reference_length: Length in pixels, such as the longer side of the object's box. Errors are
+            divided by it before they are compared with the tolerance alpha.
         category: Category of the object that both images show, or an empty string.
     """
 
     pair_id: str
-    keys: tuple[str, str]
+    view_ids: tuple[str, str]
     views: tuple[View, View]
     source: Points
     truth: Points
-    units: tuple[float, float]
-    reference: float
+    target_size: tuple[float, float]
+    reference_length: float
     category: str = ""
 
     def is_correct(
-        self, places: Points, alphas: Sequence[float]
+        self, positions: Points, alphas: Sequence[float]
     ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
         """Return whether each predicted position (column) is correct at each tolerance (row).
 
-        `places` contains the predicted positions, relative to the side of the second view. A
+        `positions` contains the predicted positions, relative to the side of the second view. A
         position is correct at the tolerance alpha if its distance from the true position is at most
-        alpha * `reference`.
+        alpha * `reference_length`.
         """
-        errors = np.linalg.norm((places - self.truth) * self.units, axis=1) / self.reference
+        errors = (
+            np.linalg.norm((positions - self.truth) * self.target_size, axis=1)
+            / self.reference_length
+        )
         return errors <= np.array(alphas, np.float64)[:, None]
 
 
@@ -491,19 +494,19 @@ def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence
     seed and the id of the image. `size` is the side of both views in pixels. `probe` provides the
     kind of warp and the number of points.
     """
-    generator = image_generator(seed, sample.image_id)
+    generator = make_image_rng(seed, sample.image_id)
     view = central_square(sample.image, size, share=1.0)
     matrix = sample_warp(probe.warp, size, probe.strength, generator)
     points = sample_points(matrix, size, probe.num_points, generator)
     target = warp_image(np.ascontiguousarray(view.permute(1, 2, 0).numpy()), matrix)
     return ViewPair(
         pair_id=sample.image_id,
-        keys=(sample.image_id, f"warp of {sample.image_id}"),
+        view_ids=(sample.image_id, f"warp of {sample.image_id}"),
         views=(view, torch.from_numpy(target).permute(2, 0, 1)),
         source=points / size,
         truth=transform_points(points, matrix) / size,
-        units=(float(size), float(size)),
-        reference=float(size),
+        target_size=(float(size), float(size)),
+        reference_length=float(size),
     )
 
 
@@ -523,23 +526,25 @@ def make_annotated_pair(sample: Sample, size: int) -> ViewPair:
     (height, width), (other_height, other_width) = sample.image.shape[:2], pair.image.shape[:2]
     return ViewPair(
         pair_id=sample.image_id,
-        keys=pair.image_ids,
+        view_ids=pair.image_ids,
         views=(to_square(sample.image), to_square(pair.image)),
         source=pair.source / (width, height),
         truth=pair.target / (other_width, other_height),
-        units=(float(other_width), float(other_height)),
-        reference=pair.extent,
+        target_size=(float(other_width), float(other_height)),
+        reference_length=pair.extent,
         category=pair.category,
     )
 
 
-def image_generator(seed: int, image_id: str) -> np.random.Generator:
+def make_image_rng(seed: int, image_id: str) -> np.random.Generator:
     """Return a random number generator that depends only on a seed and the id of an image."""
     digest = hashlib.sha256(f"{seed}\0{image_id}".encode(errors="surrogateescape")).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
-def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Generator) -> Matrix:
+def sample_warp(
+    kind: Warp, size: int, strength: float, generator: np.random.Generator
+) -> Homography:
     """Return a random homography that maps points of a square image to points of the warped image.
 
     For "flip", the warped image is a mirror image. Otherwise, it shows a random part of the
@@ -560,7 +565,9 @@ def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Gen
     return homography(part, corners)
 
 
-def homography(source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "4 2"]) -> Matrix:
+def homography(
+    source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "4 2"]
+) -> Homography:
     """Return the homography that maps four source points to four target points.
 
     The sign of the matrix is chosen so that the mean of the source points gets a positive third
@@ -572,7 +579,7 @@ def homography(source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "
 
 
 def warp_image(
-    image: UInt8[np.ndarray, "height width 3"], matrix: Matrix
+    image: UInt8[np.ndarray, "height width 3"], matrix: Homography
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Apply a homography to an image by bicubic interpolation. The result has the same size."""
     height, width = image.shape[:2]
@@ -585,7 +592,7 @@ def warp_image(
     )
 
 
-def transform_points(points: Points, matrix: Matrix) -> Points:
+def transform_points(points: Points, matrix: Homography) -> Points:
     """Apply a homography to points (x, y).
 
     A point becomes NaN if its third homogeneous coordinate becomes 0 or negative, because it then
@@ -605,7 +612,9 @@ def is_inside(points: Points, size: int) -> Bool[np.ndarray, " _points"]:
     return (x >= 0) & (x < size) & (y >= 0) & (y < size)
 
 
-def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Generator) -> Points:
+def sample_points(
+    matrix: Homography, size: int, count: int, generator: np.random.Generator
+) -> Points:
     """Draw random pixels that stay visible in the warped view, and return their centres.
 
     A pixel may be drawn several times.
@@ -635,14 +644,14 @@ class ViewEncoder:
         self._cache: dict[str, ViewFeatures] = {}
 
     def encode(self, pairs: Sequence[ViewPair]) -> dict[str, ViewFeatures]:
-        """Encode all views (square images) in the pairs, and return their features by view name.
+        """Encode all views (square images) in the pairs, and return their features by view id.
 
-        `ViewPair.keys` contains the names of the views.
+        `ViewPair.view_ids` contains the ids of the views.
 
         Raises:
             CheckpointError: Features are not finite.
         """
-        views = {k: v for pair in pairs for k, v in zip(pair.keys, pair.views, strict=True)}
+        views = {k: v for pair in pairs for k, v in zip(pair.view_ids, pair.views, strict=True)}
         new = self._extract({key: view for key, view in views.items() if key not in self._cache})
         features = {key: new[key] if key in new else self._cache.pop(key) for key in views}
         self._cache |= features
@@ -707,7 +716,7 @@ def cosine_similarities(
     return (unit_vectors(features) @ patches.mT).unflatten(-1, target.shape[1:3])
 
 
-def argmax_places(
+def argmax_positions(
     similarity: Float[Tensor, "batch points rows cols"],
 ) -> Float[Tensor, "batch points 2"]:
     """Return the centre (x, y) of the patch that is most similar to each point.
@@ -720,7 +729,7 @@ def argmax_places(
     return middles / torch.tensor([cols, rows], device=middles.device)
 
 
-def soft_argmax_places(
+def soft_argmax_positions(
     similarity: Float[Tensor, "batch points rows cols"], *, sigma: float, temperature: float
 ) -> Float[Tensor, "batch points 2"]:
     """For each point, return the mean of all patch centres, weighted by a softmax of similarities.
@@ -737,20 +746,20 @@ def soft_argmax_places(
     sides = torch.tensor([cols, rows], device=similarity.device)
     y, x = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
     middles = torch.stack([x, y], -1).to(similarity) + 0.5  # rows cols 2
-    best = (argmax_places(similarity) * sides)[:, :, None, None]
+    best = (argmax_positions(similarity) * sides)[:, :, None, None]
     damped = similarity * torch.exp(-(middles - best).square().sum(-1) / (2 * sigma**2))
     weights = (damped.flatten(2) / temperature).softmax(-1)
     return weights @ middles.flatten(0, 1) / sides
 
 
 def draw_matches(
-    pair: ViewPair, places: Points, correct: Bool[np.ndarray, " _points"], title: str, path: Path
+    pair: ViewPair, positions: Points, correct: Bool[np.ndarray, " _points"], title: str, path: Path
 ) -> None:
     """Save a figure of a pair of views, with lines from some points to their predicted positions.
 
     Args:
         pair: The pair of views (square images).
-        places: Predicted positions in the second view, relative to its side.
+        positions: Predicted positions in the second view, relative to its side.
         correct: Whether each predicted position is correct. It determines the colour of the line.
         title: Text above the figure.
         path: File of the figure.
@@ -773,18 +782,18 @@ def draw_matches(
         canvas.paste(enlarge(view), (_SUPERSAMPLING * left, 0))
     pen = ImageDraw.Draw(canvas)
     starts = pair.source[:MAX_LINES] * SIDE
-    ends, true_ends = (p[:MAX_LINES] * SIDE + [SIDE + GAP, 0] for p in (places, pair.truth))
+    ends, true_ends = (p[:MAX_LINES] * SIDE + [SIDE + GAP, 0] for p in (positions, pair.truth))
     # Correct points are drawn last, so that wrong points do not hide them.
     for number in sorted(range(len(starts)), key=lambda n: bool(correct[n])):
-        colour = RIGHT if correct[number] else WRONG
+        colour = CORRECT_COLOUR if correct[number] else WRONG_COLOUR
         line = coordinates(starts[number], ends[number])
-        pen.line(line, fill=EDGE, width=3 * _SUPERSAMPLING)
+        pen.line(line, fill=EDGE_COLOUR, width=3 * _SUPERSAMPLING)
         pen.line(line, fill=colour, width=3 * _SUPERSAMPLING // 2)
         for end in (starts[number], ends[number]):
-            pen.ellipse(circle(end, 4.5), fill=colour, outline=EDGE, width=_SUPERSAMPLING)
+            pen.ellipse(circle(end, 4.5), fill=colour, outline=EDGE_COLOUR, width=_SUPERSAMPLING)
         if not correct[number]:
             ring = true_ends[number]
-            pen.ellipse(circle(ring, 7.5), outline=EDGE, width=4 * _SUPERSAMPLING)
-            pen.ellipse(circle(ring, 6.5), outline=RIGHT, width=2 * _SUPERSAMPLING)
+            pen.ellipse(circle(ring, 7.5), outline=EDGE_COLOUR, width=4 * _SUPERSAMPLING)
+            pen.ellipse(circle(ring, 6.5), outline=CORRECT_COLOUR, width=2 * _SUPERSAMPLING)
     small = canvas.resize((width, SIDE), Image.Resampling.LANCZOS)
     save_sheet([[draw_heading(title)], [draw_heading(f"{pair.pair_id}; {LEGEND}")], [small]], path)

@@ -10,7 +10,7 @@ from jaxtyping import Float64, Int64, Integer
 from pycocotools import mask as coco_mask
 
 from probes.tokencut.cuts import Tau
-from probes.tokencut.log import ImageResult, cell_name
+from probes.tokencut.log import ImageResult, layer_facet_name
 from probes.tokencut.probe import TokenCut
 from probes.tokencut.scores import CONSTANT_BOXES, corloc_score, flag_percentages
 from ssl_bench.evaluation import ProbeContext, Score
@@ -123,7 +123,7 @@ def score_block(
         baselines: Image-independent baseline of each metric.
     """
     annotated = select_annotated(results)
-    cells = [result.cells[cell_name(layer, facet)] for result in annotated]
+    cells = [result.cells[layer_facet_name(layer, facet)] for result in annotated]
     true = [to_boxes(result.true_boxes) for result in annotated]
     found = [to_boxes([cell["box"], *cell.get("further_boxes", [])]) for cell in cells]
     counts = count_detections(found, true, num_ranks)
@@ -133,7 +133,7 @@ def score_block(
         "true_boxes": int(counts[:, 0, 0].sum()),
         "images_without_boxes": int((counts[:, 0, 0] == 0).sum()),
     }
-    for metric, (select_counts, score) in _METRICS.items():
+    for metric, (select_counts, score) in _METRIC_FUNCTIONS.items():
         per_image = select_counts(counts)
         estimate = bootstrap_estimate(per_image, score)
         own_details = {**details, **baselines[metric].as_details()}
@@ -158,11 +158,11 @@ def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
     """
     annotated = select_annotated(results)
     true = [to_boxes(result.true_boxes) for result in annotated]
-    scores: dict[str, dict[str, float]] = {metric: {} for metric in (*_METRICS, COCO)}
+    scores: dict[str, dict[str, float]] = {metric: {} for metric in (*_METRIC_FUNCTIONS, COCO)}
     for name, box in CONSTANT_BOXES.items():
         found = [to_boxes(box(result.size)) for result in annotated]
         counts = count_detections(found, true, 1)
-        for metric, (select_counts, score) in _METRICS.items():
+        for metric, (select_counts, score) in _METRIC_FUNCTIONS.items():
             scores[metric][name] = float(score(select_counts(counts).sum(0)))
         scores[COCO][name] = coco_average_precision(found, true)
     return {metric: Baseline.best(by_box) for metric, by_box in scores.items()}
@@ -186,7 +186,7 @@ def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: i
     """
     pairs = zip(found, true, strict=True)
     return np.stack(
-        [detection_counts(f, np.arange(len(f)), t, num_ranks=num_ranks) for f, t in pairs]
+        [count_image_detections(f, np.arange(len(f)), t, num_ranks=num_ranks) for f, t in pairs]
     )
 
 
@@ -199,7 +199,7 @@ def merge_ranks(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_a
     return np.stack([counts[:, 0], counts[:, 1:].sum(1)], axis=1)
 
 
-_METRICS: dict[str, tuple[Callable[[AllCounts], np.ndarray], Callable[[Any], Any]]] = {
+_METRIC_FUNCTIONS: dict[str, tuple[Callable[[AllCounts], np.ndarray], Callable[[Any], Any]]] = {
     "ap": (lambda counts: counts, average_precision),
     # Column 0 counts all boxes, and column 1 counts the boxes that are correct at a threshold of
     # 0.5.
@@ -213,7 +213,7 @@ these counts over all images.
 """
 
 
-def detection_counts(
+def count_image_detections(
     found: Float64[np.ndarray, "found 4"],
     ranks: Int64[np.ndarray, " found"],
     true: Float64[np.ndarray, "true 4"],
@@ -262,12 +262,12 @@ def _box_iou(
     found: Float64[np.ndarray, "found 4"], true: Float64[np.ndarray, "true 4"]
 ) -> Float64[np.ndarray, "found true"]:
     """Return the IoU of each found box with each true box. Boxes are (x0, y0, x1, y1)."""
-    ious = coco_mask.iou(_box_sizes(found), _box_sizes(true), [0] * len(true))
+    ious = coco_mask.iou(_xyxy_to_xywh(found), _xyxy_to_xywh(true), [0] * len(true))
     # pycocotools returns an empty list if there are no boxes.
     return np.asarray(ious, np.float64).reshape(len(found), len(true))
 
 
-def _box_sizes(boxes: Boxes) -> Boxes:
+def _xyxy_to_xywh(boxes: Boxes) -> Boxes:
     """Convert boxes (x0, y0, x1, y1) to (x0, y0, width, height), as pycocotools expects them."""
     # pycocotools reads the memory in C order.
     sizes = boxes.copy(order="C")

@@ -20,7 +20,7 @@ from torch import Tensor
 from probes.features.image import facet_parts, image_vectors
 from probes.features.journal import Journal
 from probes.features.moments import Moments
-from probes.features.stream import batches, fetch_finite, images_per_pass, read_ahead
+from probes.features.stream import batched, fetch_and_check, images_per_pass, read_ahead
 from probes.features.training_images import ResizedCrops
 from probes.spectra import alpha_req, centred_effective_rank, is_constant, lidar, rankme
 from ssl_bench.composition.fields import (
@@ -231,9 +231,9 @@ class Geometry(Probe):
         def crop(sample: Sample) -> Float[Tensor, "views 3 side side"]:
             # `ResizedCrops` also crops a mask, which this probe does not need.
             empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
-            return torch.stack([crops.view(empty, n, side)[0] for n in range(crops.count)])
+            return torch.stack([crops.make_view(empty, n, side)[0] for n in range(crops.count)])
 
-        samples = read_ahead(images, remaining, crop, workers=self.num_workers)
+        samples = read_ahead(images, remaining, crop, num_workers=self.num_workers)
         label = f"geometry, {self.views} views of each image"
         progress = context.progress(samples, label, len(remaining))
         try:
@@ -243,7 +243,7 @@ class Geometry(Probe):
                     features, sums = extractor.extract_unchecked(to_device(batch, context.device))
                     by_facet = [image_vectors(features, facet) for facet in self.facets]
                     ids = [images.ids[index]] * len(batch)
-                    parts.append(fetch_finite(extractor, sums, ids, by_facet))
+                    parts.append(fetch_and_check(extractor, sums, ids, by_facet))
                 vectors[index] = [torch.cat(part, 1) for part in zip(*parts, strict=True)]
                 journal.append({"image": index, "vectors": vectors[index]})
         except BaseException:
@@ -273,12 +273,12 @@ class Geometry(Probe):
         def crop(sample: Sample) -> UInt8[Tensor, "3 side side"]:
             return central_square(sample.image, side, share=self.crop_share)
 
-        samples = read_ahead(images, order, crop, workers=self.num_workers)
+        samples = read_ahead(images, order, crop, num_workers=self.num_workers)
         progress = iter(context.progress(samples, "geometry", len(order)))
         # Each batch contains images of one part. The regression is trained before it is scored.
         for part in _PARTS:
             squares = zip(subsets[part], islice(progress, len(subsets[part])), strict=True)
-            for batch in batches(squares, self._batch_size(context)):
+            for batch in batched(squares, self._batch_size(context)):
                 pixels = to_device(torch.stack([square for _, square in batch]), context.device)
                 statistics.add(extractor, pixels.float() / 255, [i for i, _ in batch], part)
         return statistics
@@ -313,7 +313,7 @@ class Geometry(Probe):
         rank = lidar(views, delta=self.lidar_delta)
         yield _score(cell, "lidar", rank, count, details | _rank_limit(count - 1, dim))
         yield _score(cell, "alignment", mean_estimate(alignment(views)), count, details)
-        vectors = torch.cat(statistics.paired[cell]).double()
+        vectors = torch.cat(statistics.uniformity_vectors[cell]).double()
         yield _score(cell, "uniformity", uniformity(vectors), len(vectors), {})
 
     def _token_scores(
@@ -332,11 +332,11 @@ class Geometry(Probe):
             more = {f"num_{kind}_tokens": num_tokens}
             yield _score(cell, metric, mean_estimate(cosines), count, more)
         regression = statistics.regressions[layer]
-        if regression.fit is None:
+        if regression.model is None:
             yield _score(cell, "position_r2", math.nan, count, {"undefined": _FEW})
             return
         r2 = torch.cat(regression.r2).cpu().numpy()
-        details = {"penalty": regression.fit.penalty, "num_held_out": len(r2)}
+        details = {"penalty": regression.model.penalty, "num_held_out": len(r2)}
         # The interval covers the random choice of the scored images, but not that of the training
         # images.
         yield _score(cell, "position_r2", mean_estimate(r2), count, details)
@@ -417,20 +417,28 @@ class ImageStatistics:
 
     Attributes:
         moments: Mean and covariance of the image vectors, by layer and facet (kind of feature).
-        paired: For each layer and facet, the vectors of the images that the metric uniformity
-            compares. They are in CPU memory.
+        uniformity_vectors: For each layer and facet, the vectors of the images that the metric
+            uniformity compares. They are in CPU memory.
         per_image: One value for each image, in CPU memory. The keys are a layer and a metric of
             patch tokens, such as "outlier_share".
         regressions: For each layer, the regression from patch tokens to the positions of patches.
     """
 
     def __init__(
-        self, probe: Geometry, layers: Sequence[int], images: ImageSet, paired: Sequence[int]
+        self,
+        probe: Geometry,
+        layers: Sequence[int],
+        images: ImageSet,
+        uniformity_indices: Sequence[int],
     ) -> None:
-        self._probe, self._images, self._paired_indices = probe, images, frozenset(paired)
+        self._probe, self._images, self._uniformity_indices = (
+            probe,
+            images,
+            frozenset(uniformity_indices),
+        )
         cells = [(layer, facet) for facet in probe.facets for layer in layers]
         self.moments = {cell: Moments() for cell in cells}
-        self.paired: dict[LayerFacet, list[Tensor]] = {cell: [] for cell in cells}
+        self.uniformity_vectors: dict[LayerFacet, list[Tensor]] = {cell: [] for cell in cells}
         self.per_image: dict[LayerMetric, Float[Tensor, " images"]] = {}
         self.regressions = {layer: PositionRegression() for layer in layers}
 
@@ -447,20 +455,20 @@ class ImageStatistics:
         regression uses them: "train", "selection" or "test".
         """
         features, sums = extractor.extract_unchecked(pixels)
-        rows = [row for row, index in enumerate(indices) if index in self._paired_indices]
-        paired: list[Tensor] = []
+        rows = [row for row, index in enumerate(indices) if index in self._uniformity_indices]
+        own_vectors: list[Tensor] = []
         for facet in self._probe.facets:
             for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
                 self.moments[layer, facet].add(vectors)
-                paired.append(vectors[rows] if len(rows) < len(indices) else vectors)
+                own_vectors.append(vectors[rows] if len(rows) < len(indices) else vectors)
         for layer, facets in features.items():
             self.regressions[layer].add(facets["token"], part)
         values = self._patch_values(features)
         ids = [self._images.ids[index] for index in indices]
-        on_host = fetch_finite(extractor, sums, ids, [*paired, *values.values()])
-        for cell, vectors in zip(self.paired, on_host[: len(paired)], strict=True):
-            self.paired[cell].append(vectors)
-        for cell, batch in zip(values, on_host[len(paired) :], strict=True):
+        on_host = fetch_and_check(extractor, sums, ids, [*own_vectors, *values.values()])
+        for cell, vectors in zip(self.uniformity_vectors, on_host[: len(own_vectors)], strict=True):
+            self.uniformity_vectors[cell].append(vectors)
+        for cell, batch in zip(values, on_host[len(own_vectors) :], strict=True):
             nan = torch.full((len(self._images),), torch.nan)
             self.per_image.setdefault(cell, nan)[list(indices)] = batch
 
@@ -555,12 +563,12 @@ class PositionRegression:
     """Ridge regression that predicts the position of a patch in the image from its token.
 
     Attributes:
-        fit: The fitted regression. None until the first test images are added.
+        model: The fitted regression. None until the first test images are added.
         r2: R^2 of each test image, one tensor for each batch.
     """
 
     def __init__(self) -> None:
-        self.fit: PositionFit | None = None
+        self.model: PositionFit | None = None
         self.r2: list[Float64[Tensor, " images"]] = []
         self._sums = {"train": PositionSums(), "selection": PositionSums()}
 
@@ -574,11 +582,11 @@ class PositionRegression:
         if part in self._sums:
             self._sums[part].add(patches)
             return
-        if self.fit is None:
-            self.fit = fit_positions(self._sums["train"], self._sums["selection"])
+        if self.model is None:
+            self.model = fit_positions(self._sums["train"], self._sums["selection"])
             # Free the sums, because they take much memory.
             self._sums = {}
-        self.r2.append(self.fit.r2(patches))
+        self.r2.append(self.model.r2(patches))
 
 
 class PositionSums:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from probes.features.image import ImagePass, is_constant
-from probes.features.stream import batches
+from probes.features.stream import batched
 from probes.features.training_images import (
     ShotCounts,
     Shots,
@@ -148,21 +148,23 @@ class KNN(Probe):
         indices = shots.indices if shots else self._draw_train_images(train, context.seed)
         image_pass = ImagePass(self, context, self.batch_size)
         layers_per_pass = image_pass.layers_per_pass(len(indices) + len(val), self.memory_gib)
-        for layers in batches(sorted(context.layers), layers_per_pass):
+        for layers in batched(sorted(context.layers), layers_per_pass):
             train_features = image_pass.run(train, indices, layers)
             val_features = image_pass.run(val, range(len(val)), layers)
             for layer, facet in itertools.product(layers, self.facets):
-                bank = train_features.select(layer, facet)
+                memory_bank = train_features.select(layer, facet)
                 queries = val_features.select(layer, facet)
                 vote = partial(self._vote, context, layer, facet, queries, len(val.class_names))
                 if shots is None:
-                    yield from vote(bank, self.neighbours)
+                    yield from vote(memory_bank, self.neighbours)
                     continue
                 for count in counts:
                     by_draw = []
                     for draw in range(self.draws):
                         rows = shots.select(draw, count)
-                        by_draw.append(list(vote(bank.take(rows), self._shot_neighbours(count))))
+                        by_draw.append(
+                            list(vote(memory_bank.take(rows), self._shot_neighbours(count)))
+                        )
                     yield from average_over_draws(by_draw, count)
 
     def _limit_neighbours(self, num_images: int) -> list[int]:
@@ -204,7 +206,7 @@ class KNN(Probe):
         facet: str,
         queries: LabelledFeatures,
         num_classes: int,
-        bank: LabelledFeatures,
+        memory_bank: LabelledFeatures,
         neighbours: Sequence[int],
     ) -> Iterator[Score]:
         """Classify images by votes of their nearest training images, and yield the accuracies.
@@ -215,12 +217,12 @@ class KNN(Probe):
             facet: Kind of feature, such as the [CLS] token.
             queries: Features and classes of the scored images.
             num_classes: Number of classes.
-            bank: Features and classes of the training images.
+            memory_bank: Features and classes of the training images.
             neighbours: Numbers k of nearest training images that vote. Each has its own scores.
         """
         ranks = knn_ranks(
             queries.to(context.device),
-            bank.to(context.device),
+            memory_bank.to(context.device),
             num_classes=num_classes,
             neighbours=neighbours,
             temperature=self.temperature,
@@ -228,10 +230,10 @@ class KNN(Probe):
         ).cpu()
         # The texts of the guesses state the input size, which may be the encoder's native size.
         sized = replace(self, image_size=self.resize.square_side(context.encoder.native_size))
-        unit = unit_vectors(bank.features)
+        unit = unit_vectors(memory_bank.features)
         details: dict[str, Any] = {
             "num_classes": num_classes,
-            "bank": len(bank.labels),
+            "bank": len(memory_bank.labels),
             "constant_features": is_constant(unit),
             "guesses": fill_in_guesses(sized, sized.guesses),
         }

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from probes.features.moments import Moments
-from probes.features.stream import fetch_finite
+from probes.features.stream import fetch_and_check
 from probes.features.training_images import resize_bicubic
 from probes.pictures import Picture, blocks_name, draw_heading, save_sheet, save_svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels
@@ -253,7 +253,7 @@ class PCA(Probe):
             image = resize_bicubic(sample.image, *size)
             blocks, sums = extractor.extract_unchecked(image[None])
             on_device = [facets[self.scored_facet][0] for facets in blocks.values()]
-            on_host = fetch_finite(extractor, sums, [sample.image_id], on_device)
+            on_host = fetch_and_check(extractor, sums, [sample.image_id], on_device)
             for layer, block_features in zip(blocks, on_host, strict=True):
                 if reads_all:
                     moments[layer].add(block_features.flatten(0, 1))
@@ -293,7 +293,7 @@ class PCA(Probe):
         return [[value] for value in values] if self.protocol == "image" else [values]
 
     def _score(self, layer: int, block: "BlockMaps", num_images: int) -> Score:
-        by_component = torch.stack([p.explained for p in block.projections]).numpy()
+        by_component = torch.stack([p.explained_percent for p in block.projections]).numpy()
         explained = by_component.sum(1)
         ci95 = mean_estimate(explained).ci95() if self.protocol == "image" else None
         details: dict[str, Any] = {
@@ -405,8 +405,8 @@ class Projection:
         components: Unit vectors in the directions of the components, sorted by decreasing variance.
             If features have fewer than three channels, the missing components are zeros.
         deviations: Standard deviation of the features along each component.
-        explained: Percentage of the variance that each component explains, or 0 for constant
-            features.
+        explained_percent: Percentage of the variance that each component explains, or 0 for
+            constant features.
         spread: Variance of the features in percent of their mean square. If it is small, all
             patches are nearly equal. The map does not show this, because it always has full
             contrast.
@@ -415,12 +415,12 @@ class Projection:
     mean: Float64[Tensor, " dim"]
     components: Float64[Tensor, "components dim"]
     deviations: Float64[Tensor, " components"]
-    explained: Float64[Tensor, " components"]
+    explained_percent: Float64[Tensor, " components"]
     spread: float
 
     @property
     def is_constant(self) -> bool:
-        return not bool(self.explained.any())
+        return not bool(self.explained_percent.any())
 
     def apply(self, features: Float[Tensor, "rows cols dim"]) -> Map:
         """Project the features of an image on the components, and divide by standard deviations.
@@ -459,7 +459,7 @@ def principal_components(moments: Moments) -> Projection:
         mean=mean,
         components=_pad_components(components * largest.sign()),
         deviations=_pad_components(top.sqrt()),
-        explained=_pad_components(100 * top / total if varies else torch.zeros_like(top)),
+        explained_percent=_pad_components(100 * top / total if varies else torch.zeros_like(top)),
         spread=float(100 * total / mean_square) if varies else 0.0,
     )
 
@@ -538,7 +538,7 @@ class BlockMaps:
         if projection.is_constant:
             return f"block {layer}: constant"
         spread = f" ({projection.spread:.2g})" if projection.spread < LOW_VARIANCE else ""
-        return f"block {layer}: {float(projection.explained.sum()):.0f} %{spread}"
+        return f"block {layer}: {float(projection.explained_percent.sum()):.0f} %{spread}"
 
 
 def orient_signs(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:

@@ -66,7 +66,7 @@ class Picture:
     @property
     def width(self) -> int:
         """Return the width in pixels of the image with its titles."""
-        return max([self.size[0], *(2 + round(_length(line)) for line in self.lines)])
+        return max([self.size[0], *(2 + round(_text_width(line)) for line in self.lines)])
 
     def tile(self) -> Image.Image:
         """Draw the image with its titles above it."""
@@ -87,7 +87,7 @@ def draw_tile(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image
 
 def draw_heading(text: str) -> Image.Image:
     """Draw a line of text as an image. The result can be placed in a figure by `save_sheet`."""
-    tile = Image.new("RGB", (2 + round(_length(text)), TITLE_HEIGHT), "white")
+    tile = Image.new("RGB", (2 + round(_text_width(text)), TITLE_HEIGHT), "white")
     _write(tile, text, 2)
     return tile
 
@@ -111,7 +111,7 @@ def shorten(text: str, width: int) -> str:
     """Replace the middle of a text with an ellipsis if the text is wider than `width` pixels."""
     length = len(text)
     short = text
-    while _length(short) > width and length > 2:
+    while _text_width(short) > width and length > 2:
         length -= 1
         short = f"{text[: length // 2]}…{text[len(text) - (length - length // 2) :]}"
     return short
@@ -147,7 +147,7 @@ def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: 
     patches. Photographs are stored at twice their displayed resolution.
     """
     parts = [_svg_text(heading_line, MARGIN, MARGIN + 13)]
-    top, right = 2 * MARGIN + TITLE_HEIGHT, 2 * MARGIN + 2 + round(_length(heading_line))
+    top, right = 2 * MARGIN + TITLE_HEIGHT, 2 * MARGIN + 2 + round(_text_width(heading_line))
     for row in rows:
         left, bottom = MARGIN, top
         for picture in row:
@@ -168,7 +168,7 @@ def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: 
 
 def _svg_text(line: str, left: int, baseline: int) -> str:
     # The width is fixed, because text in a wider font could overlap the next image.
-    width = max(1, round(_length(line)))
+    width = max(1, round(_text_width(line)))
     place = f'x="{left + 1}" y="{baseline}" textLength="{width}" lengthAdjust="spacingAndGlyphs"'
     return f"<text {place}>{escape(line)}</text>"
 
@@ -214,7 +214,7 @@ def save_png(image: Image.Image, path: Path, text: PngInfo | None = None) -> Non
     write_atomically(path, lambda file: file.write(buffer.getvalue()))
 
 
-def _length(text: str) -> float:
+def _text_width(text: str) -> float:
     """Return the width of a text in a figure, in pixels."""
     return _font(text).getlength(text)
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Float16, Int64
 from torch import Tensor
 
 from probes.features.image import is_constant
-from probes.features.stream import batches, extract, fetch_finite, read_ahead
+from probes.features.stream import batched, extract, fetch_and_check, read_ahead
 from probes.features.tiers import TrainingPass
 from probes.features.training_images import (
     TrainingSplit,
@@ -154,7 +154,7 @@ class Retrieval(Probe):
         patches = self._draw_patches(training_pass, context.seed)
         bytes_per_layer = 4 * len(patches) * training_pass.extractor.width(training_pass.facet)
         max_layers = max(1, int(self.memory_gib * 2**30 / bytes_per_layer))
-        for layers in batches(training_pass.extractor.layers, max_layers):
+        for layers in batched(training_pass.extractor.layers, max_layers):
             features, shares = encode_patches(
                 training_pass, layers, patches, len(images.class_names)
             )
@@ -191,7 +191,7 @@ class Retrieval(Probe):
             views=make_views(self.crops, self.views, context.seed),
             label_size=self.image_size,
             batch_size=self.batch_size,
-            workers=self.num_workers,
+            num_workers=self.num_workers,
         )
 
     def _draw_patches(self, training_pass: TrainingPass, seed: int) -> Int64[Tensor, " memory"]:
@@ -243,9 +243,9 @@ class Retrieval(Probe):
         prepare = partial(inference.prepare, size=self.image_size)
         per_image = ImageCounts(len(memory), 1, classes)
         confusions = shares.new_zeros(len(memory), classes, classes, dtype=torch.int64)
-        items = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
+        items = read_ahead(images, range(len(images)), prepare, num_workers=self.num_workers)
         items = context.progress(items, "scored images", len(images))
-        for batch in batches(items, self.batch_size):
+        for batch in batched(items, self.batch_size):
             windows = torch.cat([image.windows for image in batch])
             ids = [image.image_id for image in batch]
             blocks, sums = extract(extractor, windows, ids)
@@ -258,7 +258,7 @@ class Retrieval(Probe):
                 counts.append(class_counts(predicted, target, classes))
                 if self.has_matched_metric:
                     confusions += confusion_counts(predicted, target, classes)
-            (counts,) = fetch_finite(extractor, sums, ids, [torch.stack(counts)])
+            (counts,) = fetch_and_check(extractor, sums, ids, [torch.stack(counts)])
             per_image.add(counts[:, :, None])
         return per_image, confusions.cpu().numpy()
 

@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from probes.features.journal import Journal
-from probes.features.stream import batches, extract, fetch_finite, read_ahead
+from probes.features.stream import batched, extract, fetch_and_check, read_ahead
 from probes.features.tiers import RequestedTier, TrainingFeatures, TrainingPass
 from probes.features.training_images import (
     LayerGroup,
@@ -288,7 +288,7 @@ class Segmentation(Probe):
         Raises:
             DataError: There are too few training images, too few classes, or no labelled pixel.
         """
-        yield from SegmentationRun(self, context).scores()
+        yield from SegmentationRun(self, context).train_and_score()
 
 
 class SegmentationRun:
@@ -322,7 +322,7 @@ class SegmentationRun:
             views=make_views(probe.crops, probe.views, context.seed, encoder.mean),
             label_size=probe.loss.label_size(probe.image_size // patch, patch),
             batch_size=probe.training.batch_size,
-            workers=probe.num_workers,
+            num_workers=probe.num_workers,
         )
         self.head_spec = HeadSpec(
             loss=probe.loss,
@@ -336,7 +336,7 @@ class SegmentationRun:
         # Predicted classes of the pixels of images in figures, by image id.
         self._maps: dict[str, UInt8[Tensor, "sources _height _width"]] = {}
 
-    def scores(self) -> Iterator[Score]:
+    def train_and_score(self) -> Iterator[Score]:
         """Train and score the heads, draw figures, and yield the scores of all layers.
 
         Raises:
@@ -347,20 +347,20 @@ class SegmentationRun:
         heads = self.train(features)
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
-            heads = self._train_on(features, self.split.all_entries(self.probe.views))
+            heads = self._train_on(features, self.split.all_view_indices(self.probe.views))
         # The learning rate or C of each source is selected on held-out images. If there are none,
         # it is selected on the scored images.
-        chosen = None if held_out is None else _best_indices(held_out)
-        counts = self.count_scored(heads, chosen)
-        chosen = chosen or _best_indices(counts.total)
+        head_indices = None if held_out is None else _best_indices(held_out)
+        counts = self.count_scored(heads, head_indices)
+        head_indices = head_indices or _best_indices(counts.total)
         shared = self._shared_details(heads, features)
         scores = list[Score]()
-        for index, choice in enumerate(chosen):
+        for index, choice in enumerate(head_indices):
             miou_held_out = None if held_out is None else mean_iou(held_out[index])
             scores += self._source_scores(index, heads, counts, choice, miou_held_out, shared)
 
         # Save the figures before any score is recorded.
-        self._draw_panels(heads, chosen)
+        self._draw_panels(heads, head_indices)
         ids = "".join(f"{image_id}\n" for image_id in self.split.ids(self.training_pass.images))
         write_text_atomically(self.context.artifacts / self.probe.list_name(self.context.seed), ids)
         yield from scores
@@ -387,8 +387,8 @@ class SegmentationRun:
         Raises:
             DataError: The masks of these training images have fewer than two classes.
         """
-        entries = self.split.training_entries(self.probe.views)
-        classes = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
+        entries = self.split.train_view_indices(self.probe.views)
+        classes = features.has_label[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
         if len(classes) < 2:
             names = [self.scored_images.class_names[number] for number in classes]
             raise DataError(
@@ -445,16 +445,18 @@ class SegmentationRun:
                 total = total + self._predict(heads, by_layer, image)[1]
         return total.cpu().numpy()
 
-    def count_scored(self, heads: TrainedHeads, chosen: Sequence[int] | None = None) -> ImageCounts:
+    def count_scored(
+        self, heads: TrainedHeads, head_indices: Sequence[int] | None = None
+    ) -> ImageCounts:
         """Predict all scored images with all heads. Return pixel counts of each image and class.
 
         Images whose counts a killed run has saved are skipped.
 
         Args:
             heads: Heads from `train`.
-            chosen: For each source (layer or group of layers), the index of the selected learning
-                rate or C. The predictions of this head are kept for the images in figures. If None,
-                no predictions are kept.
+            head_indices: For each source (layer or group of layers), the index of the selected
+                learning rate or C. The predictions of this head are kept for the images in figures.
+                If None, no predictions are kept.
 
         Raises:
             DataError: No scored image has a labelled pixel.
@@ -470,13 +472,15 @@ class SegmentationRun:
         for entry in journal.entries:
             counts.extend(entry)
         num_written = len(counts)
-        kept = set(sample_ids(images.ids, self.probe.panels)) if chosen else set[str]()
+        returned_ids = (
+            set(sample_ids(images.ids, self.probe.panels)) if head_indices else set[str]()
+        )
         items = self._read_scored(range(len(images))[num_written:], "scored images")
-        for batch in batches(items, self.probe.training.batch_size):
-            counted, maps = self._predict_batch(heads, batch, kept)
+        for batch in batched(items, self.probe.training.batch_size):
+            counted, maps = self._predict_batch(heads, batch, returned_ids)
             counts.add(counted)
             self._maps |= {
-                name: _select_maps(by_head, chosen or ()) for name, by_head in maps.items()
+                name: _select_maps(by_head, head_indices or ()) for name, by_head in maps.items()
             }
             if journal.is_due():
                 journal.append(counts.entry(num_written))
@@ -498,7 +502,7 @@ class SegmentationRun:
             images: Images from `prepare`.
         """
         predicted = []
-        for batch in batches(images, self.probe.training.batch_size):
+        for batch in batched(images, self.probe.training.batch_size):
             maps = self._predict_batch(heads, batch, {image.image_id for image in batch})[1]
             predicted += [maps[image.image_id] for image in batch]
         return predicted
@@ -509,12 +513,12 @@ class SegmentationRun:
         return probe.inference.prepare(sample, probe.image_size, self.context.encoder.mean)
 
     def _read_scored(self, indices: Sequence[int], label: str) -> Iterable[ScoredImage]:
-        workers = self.probe.num_workers
-        items = read_ahead(self.scored_images, indices, self.prepare, workers=workers)
+        num_workers = self.probe.num_workers
+        items = read_ahead(self.scored_images, indices, self.prepare, num_workers=num_workers)
         return self.context.progress(items, label, len(indices))
 
     def _predict_batch(
-        self, heads: TrainedHeads, batch: Sequence[ScoredImage], kept: Container[str]
+        self, heads: TrainedHeads, batch: Sequence[ScoredImage], returned_ids: Container[str]
     ) -> tuple[
         Int64[Tensor, "images sources values 3 classes"],
         dict[str, UInt8[Tensor, "sources values _height _width"]],
@@ -524,7 +528,7 @@ class SegmentationRun:
         Returns:
             Two results in CPU memory. The first contains, for each image and head, the numbers of
             correct, predicted and true pixels of each class. The second contains the predicted
-            classes of the images whose ids are in `kept`.
+            classes of the images whose ids are in `returned_ids`.
         """
         extractor = self.training_pass.extractor
         windows = torch.cat([image.windows for image in batch])
@@ -536,9 +540,9 @@ class SegmentationRun:
             by_layer = {layer: features[own] for layer, features in blocks.items()}
             predicted, counted = self._predict(heads, by_layer, image)
             counts.append(counted)
-            if image.image_id in kept:
+            if image.image_id in returned_ids:
                 maps[image.image_id] = predicted
-        fetched = fetch_finite(extractor, sums, ids, [torch.stack(counts), *maps.values()])
+        fetched = fetch_and_check(extractor, sums, ids, [torch.stack(counts), *maps.values()])
         return fetched[0], dict(zip(maps, fetched[1:], strict=True))
 
     def _predict(
@@ -571,7 +575,7 @@ class SegmentationRun:
         index: int,
         heads: TrainedHeads,
         counts: ImageCounts,
-        chosen: int,
+        head_index: int,
         miou_held_out: Float64[np.ndarray, " values"] | None,
         shared_details: Mapping[str, Any],
     ) -> Iterator[Score]:
@@ -585,16 +589,16 @@ class SegmentationRun:
             index: Index of the source.
             heads: The heads of all sources.
             counts: Pixel counts of all scored images.
-            chosen: Index of the selected head.
+            head_index: Index of the selected head.
             miou_held_out: Mean IoU of each head on the held-out images.
             shared_details: Details that all scores share.
         """
         training, source = self.probe.training, self.sources[index]
         values, hyperparameter = training.values, training.hyperparameter
         miou = mean_iou(counts.total[index])
-        choices = {"miou_oracle": _best_index(miou), "pixel_accuracy": chosen}
+        choices = {"miou_oracle": _best_index(miou), "pixel_accuracy": head_index}
         if miou_held_out is not None:
-            choices = {"miou_holdout": chosen, **choices}
+            choices = {"miou_holdout": head_index, **choices}
         width = self.training_pass.extractor.width(self.probe.scored_facet)
         constant_share = heads.constant_channels[index] / width / len(source)
         for metric, choice in choices.items():
@@ -624,7 +628,7 @@ class SegmentationRun:
     def _shared_details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
         """Return details to store with every score, such as the number of training images."""
         num_held_out = len(self.split.held_out)
-        is_ignored = ~features.present[:: self.probe.views, :IGNORED].any(1)
+        is_ignored = ~features.has_label[:: self.probe.views, :IGNORED].any(1)
         num_trained = len(self.split.indices) - (0 if self.probe.training.refit else num_held_out)
         return {
             "num_train_images": num_trained,
@@ -639,21 +643,21 @@ class SegmentationRun:
 
     # Files
 
-    def _draw_panels(self, heads: TrainedHeads, chosen: Sequence[int]) -> None:
+    def _draw_panels(self, heads: TrainedHeads, head_indices: Sequence[int]) -> None:
         """Save a figure of some images: photograph, ground truth, predictions and a legend.
 
         If the predictions of an image are not in memory, they are computed again. This happens if a
         killed run has scored it, or if it was scored before the learning rate or C was selected.
 
-        `chosen` contains the index of the selected learning rate or C of each source (layer or
-        group of layers).
+        `head_indices` contains the index of the selected learning rate or C of each source (layer
+        or group of layers).
         """
         ids = self.scored_images.ids
         indices = sample_indices(ids, self.probe.panels)
         if new := [index for index in indices if ids[index] not in self._maps]:
             predicted = self.predict(heads, self._read_scored(new, "images to draw"))
             for index, by_head in zip(new, predicted, strict=True):
-                self._maps[ids[index]] = _select_maps(by_head, chosen)
+                self._maps[ids[index]] = _select_maps(by_head, head_indices)
         for index in indices:
             sample = self.scored_images[index]
             masks = {"ground truth": self.prepare(sample).mask}
@@ -706,14 +710,16 @@ def _best_indices(counts: Int64[np.ndarray, "sources values 3 classes"]) -> list
 
 
 def _select_maps(
-    predicted: UInt8[Tensor, "sources values height width"], chosen: Sequence[int]
+    predicted: UInt8[Tensor, "sources values height width"], head_indices: Sequence[int]
 ) -> UInt8[Tensor, "sources height width"]:
     """Return the class maps that were predicted with the selected learning rate or C.
 
-    There is one class map for each source (layer or group of layers). `chosen` contains the index
-    of the selected learning rate or C of each source.
+    There is one class map for each source (layer or group of layers). `head_indices` contains the
+    index of the selected learning rate or C of each source.
     """
-    return torch.stack([by_value[value] for by_value, value in zip(predicted, chosen, strict=True)])
+    return torch.stack(
+        [by_value[value] for by_value, value in zip(predicted, head_indices, strict=True)]
+    )
 
 
 def _best_index(by_value: Float64[np.ndarray, " values"]) -> int:

@@ -70,8 +70,8 @@ def rankme(moments: Moments) -> float:
 
     Source: Garrido et al., "RankMe", 2023, https://arxiv.org/abs/2210.02885.
     """
-    energy = moments.energy
-    values = _eigenvalues(energy, min(moments.count, len(energy))).sqrt()
+    second_moment = moments.second_moment
+    values = _eigenvalues(second_moment, min(moments.count, len(second_moment))).sqrt()
     return _rank_with_constant(values) if values.any() else math.nan
 
 
@@ -151,7 +151,7 @@ def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
 def is_constant(moments: Moments) -> bool:
     """Return whether all vectors are equal up to rounding in float32, given their moments."""
     variance = float(moments.covariance.diagonal().sum())
-    return variance <= _CONSTANT * float(moments.energy.diagonal().sum())
+    return variance <= _CONSTANT * float(moments.second_moment.diagonal().sum())
 
 
 def _variances(moments: Moments) -> Float64[Tensor, " values"]:

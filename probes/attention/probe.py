@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from probes.attention.recording import AttentionRecorder
-from probes.features.stream import batches, read_ahead
+from probes.features.stream import batched, read_ahead
 from probes.features.training_images import resize_bicubic
 from probes.pictures import Picture, blocks_name, draw_heading, save_sheet
 from ssl_bench.composition.fields import CountOrZero, OpenFraction, Pixels, Threads
@@ -186,7 +186,7 @@ class Attention(Probe):
         if len(numbers) < len(images):
             line = f"attention: only {len(numbers)} of {len(images)} images are encoded"
             context.say(with_hint(line, hint=("--pictures", str(len(images)))))
-        results: dict[int, list[ImageResult]] = {layer: [] for layer in context.layers}
+        results: dict[int, list[AttentionScores]] = {layer: [] for layer in context.layers}
         # Any kind of feature would do, because only the attention is used. "cls" is small, and the
         # extractor checks that it is finite.
         record = AttentionRecorder(context.extractor(context.layers, "cls"))
@@ -196,12 +196,12 @@ class Attention(Probe):
             )
             truth = self._object_mask(sample)
             for layer, maps in weights.items():
-                results[layer].append(image_result(maps, truth, self.mass))
+                results[layer].append(score_image(maps, truth, self.mass))
             if sample.image_id in drawn_ids:
                 own = {layer: results[layer][-1] for layer in weights}
                 self._draw(context, sample, weights, own)
         for layer in context.layers:
-            yield from block_scores(layer, results[layer], has_truth=self.truth != "none")
+            yield from score_block(layer, results[layer], has_truth=self.truth != "none")
 
     def _read(
         self, context: ProbeContext, images: ImageSet, numbers: Sequence[int]
@@ -211,7 +211,7 @@ class Attention(Probe):
         def prepare(sample: Sample) -> tuple[Sample, Float[Tensor, "3 height width"]]:
             return sample, self.prepare(sample, patch_size)
 
-        items = read_ahead(images, numbers, prepare, workers=self.num_workers)
+        items = read_ahead(images, numbers, prepare, num_workers=self.num_workers)
         yield from context.progress(items, "attention", len(numbers))
 
     def _patch_maps(
@@ -251,7 +251,7 @@ class Attention(Probe):
         context: ProbeContext,
         sample: Sample,
         weights: Mapping[int, Maps],
-        results: Mapping[int, "ImageResult"],
+        results: Mapping[int, "AttentionScores"],
     ) -> None:
         """Draw the attention maps of one image: a figure for each block, and one for all blocks.
 
@@ -271,7 +271,7 @@ class Attention(Probe):
             ]
             tiles = [picture.tile() for picture in (photograph, *column)]
             save_sheet(
-                list(batches(tiles, _TILES_PER_ROW)), folder / _tile_name(layer, sample.image_id)
+                list(batched(tiles, _TILES_PER_ROW)), folder / _tile_name(layer, sample.image_id)
             )
             columns.append([replace(one, height=_SHEET_TILE_HEIGHT).tile() for one in column])
         first = replace(photograph, height=_SHEET_TILE_HEIGHT).tile()
@@ -300,7 +300,7 @@ def _sheet_name(layers: Sequence[int], image_id: str) -> str:
 
 
 @dataclass(frozen=True)
-class ImageResult:
+class AttentionScores:
     """The scores of the attention maps of one block for one image.
 
     Attributes:
@@ -308,8 +308,8 @@ class ImageResult:
             None without a true mask.
         jaccard_mean_map: Jaccard index in percent between the true mask and a mask from the mean
             attention map of all heads. NaN without a true mask.
-        constant: Jaccard index in percent of each image-independent baseline, such as a box in the
-            centre. The keys are the names of the baselines.
+        baseline_jaccard: Jaccard index in percent of each image-independent baseline, such as a box
+            in the centre. The keys are the names of the baselines.
         has_object: Whether the true mask has a pixel of the object.
         entropy: Entropy of the map of each head, divided by the logarithm of the number of patches.
         patch_share: Fraction of each head's attention that goes to patches. The rest goes to [CLS]
@@ -319,7 +319,7 @@ class ImageResult:
 
     jaccard: Float64[np.ndarray, " heads"] | None
     jaccard_mean_map: float
-    constant: Mapping[str, float]
+    baseline_jaccard: Mapping[str, float]
     has_object: bool
     entropy: Float64[np.ndarray, " heads"]
     patch_share: Float64[np.ndarray, " heads"]
@@ -337,9 +337,9 @@ class ImageResult:
         return [f": Jaccard {value:.0f} %" for value in (self.jaccard_mean_map, *self.jaccard)]
 
 
-def image_result(
+def score_image(
     maps: Maps, truth: UInt8[np.ndarray, "height width"] | None, mass: float
-) -> ImageResult:
+) -> AttentionScores:
     """Score the attention maps of all heads of one block for one image.
 
     Args:
@@ -352,17 +352,17 @@ def image_result(
     patch_share = maps.sum((1, 2)).numpy()
     is_degenerate = bool(is_constant(maps).all())
     if truth is None:
-        return ImageResult(None, math.nan, {}, False, entropy, patch_share, is_degenerate)
+        return AttentionScores(None, math.nan, {}, False, entropy, patch_share, is_degenerate)
     masks = mass_masks(torch.cat([maps, maps.mean(0, keepdim=True)]), mass)
     *heads, mean_map = object_iou(mask_counts(masks, truth))
     centre = object_counts(centre_mask(truth.shape), truth)
-    constant = {
+    baseline_jaccard = {
         name: float(object_iou(counts)[0]) for name, counts in constant_masks(centre[None]).items()
     }
-    return ImageResult(
+    return AttentionScores(
         jaccard=np.array(heads),
         jaccard_mean_map=float(mean_map),
-        constant=constant,
+        baseline_jaccard=baseline_jaccard,
         has_object=bool((truth == 1).any()),
         entropy=entropy,
         patch_share=patch_share,
@@ -441,7 +441,9 @@ def is_constant(maps: Maps) -> Bool[Tensor, " *some"]:
 # Scores of a block.
 
 
-def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool) -> Iterator[Score]:
+def score_block(
+    layer: int, results: Sequence[AttentionScores], *, has_truth: bool
+) -> Iterator[Score]:
     """Yield the scores of the attention maps of one block, averaged over all images.
 
     With true masks, these are the Jaccard indices in `METRICS` and the entropy. Without them, only
@@ -463,10 +465,12 @@ def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool)
             "jaccard": {"by_head": by_head.mean(0).tolist(), "best_head": heads.best_layer()},
             "jaccard_holdout": {"heads": chosen},
         }
-        names = results[0].constant
-        constant = {name: float(np.mean([one.constant[name] for one in results])) for name in names}
+        names = results[0].baseline_jaccard
+        baselines = {
+            name: float(np.mean([one.baseline_jaccard[name] for one in results])) for name in names
+        }
         shared |= {
-            **Baseline.best(constant).as_details(),
+            **Baseline.best(baselines).as_details(),
             "images_without_object": sum(not one.has_object for one in results),
         }
         for metric in METRICS:

@@ -388,7 +388,7 @@ def _sum_tail(
 # results/tables/clustering_intervals.md shows how often simulated intervals contain the true value.
 
 
-def few_images_warning(table: Table, images: int) -> list[str]:
+def interval_warnings(table: Table, images: int) -> list[str]:
     """Return a list with a warning if there are too few images for a confidence interval.
 
     Otherwise, return an empty list. `table` is a contingency table, and `images` is the number of
@@ -412,7 +412,7 @@ def image_intervals(table: Table) -> dict[str, Interval | None]:
     """
     cells = np.argwhere(table)
     repeats = table[tuple(cells.T)]
-    if few_images_warning(table, int(repeats.sum())):
+    if interval_warnings(table, int(repeats.sum())):
         return {}
 
     def single_images() -> Iterator[Table]:
@@ -446,7 +446,7 @@ def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | N
         by_image: Flattened contingency table of each image, one row per image.
     """
     images = len(by_image.indptr) - 1
-    if few_images_warning(table, images):
+    if interval_warnings(table, images):
         return {}
     rows: Any = by_image
     tables = (

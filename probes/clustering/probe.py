@@ -24,14 +24,14 @@ from probes.clustering.agreement import (
     Table,
     class_ious,
     contingency_table,
-    few_images_warning,
     image_independent_baselines,
     image_intervals,
+    interval_warnings,
     match_clusters,
     patch_intervals,
 )
 from probes.features.image import ImagePass, is_constant
-from probes.features.stream import batches, fetch_finite, read_ahead
+from probes.features.stream import batched, fetch_and_check, read_ahead
 from probes.features.training_images import image_and_mask, resize_bilinear
 from ssl_bench.composition.fields import (
     Count,
@@ -54,7 +54,7 @@ from ssl_bench.system.device import to_device
 if TYPE_CHECKING:
     from sklearn.cluster import KMeans
 
-Cell = tuple[int, str]
+LayerFacet = tuple[int, str]
 
 METRICS = ("ami", "nmi", "ari", "purity", "miou_matched")
 PATCH_METRICS = (*METRICS, "accuracy_matched")
@@ -197,7 +197,7 @@ class Clustering(Probe):
         self._require_at_most(len(images), classes, items, "or more images")
         image_pass = ImagePass(self, context, self.batch_size)
         layers_per_pass = image_pass.layers_per_pass(len(images), self.memory_gib)
-        for layers in batches(sorted(context.layers), layers_per_pass):
+        for layers in batched(sorted(context.layers), layers_per_pass):
             features = image_pass.run(images, range(len(images)), layers)
             cells = list(itertools.product(layers, self.facets))
             for cell in context.progress(cells, "clustering", len(cells)):
@@ -229,11 +229,11 @@ class Clustering(Probe):
         extractor = context.extractor(sorted(context.layers), *self.facets)
         width = sum(map(extractor.width, self.facets))
         layers_per_pass = max(1, int(self.memory_gib * 2**30 / (2 * width * len(chosen))))
-        for layers in batches(extractor.layers, layers_per_pass):
+        for layers in batched(extractor.layers, layers_per_pass):
             extractor = context.extractor(layers, *self.facets)
             vectors = self._extract_training_patches(context, extractor, train, chosen, side**2)
-            centers: dict[Cell, list[Float[Tensor, "_centers _dim"]]] = {}
-            details: dict[Cell, dict[str, Any]] = {}
+            centers: dict[LayerFacet, list[Float[Tensor, "_centers _dim"]]] = {}
+            details: dict[LayerFacet, dict[str, Any]] = {}
             for cell in context.progress(list(vectors), "clustering", len(vectors)):
                 unit = vectors.pop(cell).float()
                 centers[cell] = [
@@ -277,7 +277,7 @@ class Clustering(Probe):
         images: ImageSet,
         chosen: Int64[Tensor, " chosen"],
         patches: int,
-    ) -> dict[Cell, Float16[Tensor, "chosen _dim"]]:
+    ) -> dict[LayerFacet, Float16[Tensor, "chosen _dim"]]:
         """Return the L2-normalised features of the training patches to cluster.
 
         Args:
@@ -300,10 +300,10 @@ class Clustering(Probe):
         def prepare(sample: Sample) -> Float[Tensor, "3 side side"]:
             return resize_bilinear(image_and_mask(sample)[0], size, size)
 
-        pixels = read_ahead(images, indices.tolist(), prepare, workers=self.num_workers)
+        pixels = read_ahead(images, indices.tolist(), prepare, num_workers=self.num_workers)
         pixels = context.progress(pixels, "clustered images", len(indices))
         start = 0
-        for batch in batches(enumerate(pixels), self.batch_size):
+        for batch in batched(enumerate(pixels), self.batch_size):
             inputs = to_device(torch.stack([image for _, image in batch]), context.device)
             features, sums = extractor.extract_unchecked(inputs)
             numbers = [number for number, _ in batch]
@@ -311,7 +311,7 @@ class Clustering(Probe):
             rows = to_device(torch.cat(places), context.device)
             ids = [images.ids[indices[number]] for number in numbers]
             parts = [unit_patches(features, cell)[rows].half() for cell in vectors]
-            parts = fetch_finite(extractor, sums, ids, parts)
+            parts = fetch_and_check(extractor, sums, ids, parts)
             for values, part in zip(vectors.values(), parts, strict=True):
                 values[start : start + len(part)] = part
             start += len(rows)
@@ -322,9 +322,9 @@ class Clustering(Probe):
         context: ProbeContext,
         extractor: FeatureExtractor,
         images: ImageSet,
-        centers: Mapping[Cell, Sequence[Float[Tensor, "_centers _dim"]]],
+        centers: Mapping[LayerFacet, Sequence[Float[Tensor, "_centers _dim"]]],
         side: int,
-    ) -> tuple["PatchLabels", dict[Cell, Integer[np.ndarray, "kmeans images patches"]]]:
+    ) -> tuple["PatchLabels", dict[LayerFacet, Integer[np.ndarray, "kmeans images patches"]]]:
         """Assign each patch of the scored images to its nearest cluster center.
 
         Args:
@@ -345,10 +345,10 @@ class Clustering(Probe):
             patch_labels = PatchLabels.from_mask(mask.numpy(), side, side)
             return resize_bilinear(image, size, size), patch_labels
 
-        assigned: dict[Cell, list[Tensor]] = {cell: [] for cell in centers}
-        items = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
+        assigned: dict[LayerFacet, list[Tensor]] = {cell: [] for cell in centers}
+        items = read_ahead(images, range(len(images)), prepare, num_workers=self.num_workers)
         items = context.progress(items, "scored images", len(images))
-        for batch in batches(items, self.batch_size):
+        for batch in batched(items, self.batch_size):
             inputs = to_device(torch.stack([image for image, _ in batch]), context.device)
             features, sums = extractor.extract_unchecked(inputs)
             parts = [
@@ -356,7 +356,7 @@ class Clustering(Probe):
                 for cell, sets in centers.items()
             ]
             ids = images.ids[len(labels) : len(labels) + len(batch)]
-            parts = fetch_finite(extractor, sums, ids, parts)
+            parts = fetch_and_check(extractor, sums, ids, parts)
             labels += [patch_labels for _, patch_labels in batch]
             for earlier, part in zip(assigned.values(), parts, strict=True):
                 earlier.append(part.unflatten(1, (len(batch), -1)))
@@ -366,7 +366,7 @@ class Clustering(Probe):
 
     def _scores(
         self,
-        cell: Cell,
+        cell: LayerFacet,
         factor: int,
         table: Table,
         intervals: Mapping[str, Interval | None],
@@ -387,7 +387,7 @@ class Clustering(Probe):
         more = {
             "num_clusters": len(table),
             "empty_clusters": int((table.sum(1) == 0).sum()),
-            "warnings": [*few_images_warning(table, num_images), *details.get("warnings", ())],
+            "warnings": [*interval_warnings(table, num_images), *details.get("warnings", ())],
         }
         for metric in self.metrics(factor):
             baseline = baselines[metric].as_details() if metric in baselines else {}
@@ -436,7 +436,7 @@ def draw_patches(total: int, most: int, seed: int) -> Int64[Tensor, " chosen"]:
     return torch.tensor(sorted(random.Random(seed).sample(range(total), min(total, most))))
 
 
-def unit_patches(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
+def unit_patches(features: Features, cell: LayerFacet) -> Float[Tensor, "patches dim"]:
     """Return the L2-normalised features of all patches of a batch, for one block and facet.
 
     `cell` is the block and the facet (kind of feature), such as keys. The patches of an image are

@@ -111,14 +111,14 @@ class PreNormBlock:
     skip_mlp: bool
     heads: SoftmaxAttention | None
 
-    def after_attention(self, tokens: Tensor) -> Tensor:
+    def apply_attention(self, tokens: Tensor) -> Tensor:
         """Return the tokens between the attention and the MLP, given the input of the block."""
         tokens = self.graying(tokens)
         update = self.attention(self.norm1(tokens))
         return tokens + update if self.skip_attention else update
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        middle = self.after_attention(tokens)
+        middle = self.apply_attention(tokens)
         update = self.mlp(self.norm2(middle))
         return middle + update if self.skip_mlp else update
 

@@ -57,7 +57,7 @@ def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]
     attention, heads = parts.attention, parts.heads
     functions["attention"] = attention, normed
     functions["attention_skip"] = lambda x: x + attention(x), normed
-    functions["mlp"] = parts.mlp, parts.norm2(parts.after_attention(record.input))
+    functions["mlp"] = parts.mlp, parts.norm2(parts.apply_attention(record.input))
     if heads is not None:
         weights, values = heads.matrices(normed), heads.values(normed)
         functions["dominant"] = lambda x: heads.combine(weights, heads.values(x)), normed

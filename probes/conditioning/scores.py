@@ -26,23 +26,23 @@ OUTPUTS = ("attention", "attention_skip", "mlp", "mlp_skip")
 FACETS = (MATRIX, *OUTPUTS)
 BLOCK_JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant")
 JACOBIANS = (*BLOCK_JACOBIANS, "perturbation")
-AROUND_ATTENTION = ("before", "after")
+MEAN_LOG_FACETS = ("before", "after")
 MEAN_LOG = "mean_log_condition_number"
 _MEAN_LOG_GUESSES = (
     "natural logarithms of condition numbers, averaged over blocks, before and after attention",
     "the choice and the number of the images",
 )
 ESTIMATE = "_estimate"
-_RANKS = ("condition_number", "effective_rank")
+_SPECTRUM_METRICS = ("condition_number", "effective_rank")
 _TERMS = [("dominant", "norm"), ("perturbation", "norm"), ("perturbation", "norm_over_dominant")]
 CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
     "spectra": [
-        *((facet, metric) for facet in FACETS for metric in _RANKS),
+        *((facet, metric) for facet in FACETS for metric in _SPECTRUM_METRICS),
         *((facet, "mean_cosine") for facet in OUTPUTS),
         ("token", "cka_with_input"),
     ],
     "jacobian_exact": [
-        *((facet, metric) for facet in BLOCK_JACOBIANS for metric in _RANKS),
+        *((facet, metric) for facet in BLOCK_JACOBIANS for metric in _SPECTRUM_METRICS),
         *_TERMS,
     ],
     # The names differ from those of exact values, so tables never mix bounds and exact values.
@@ -52,7 +52,7 @@ CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
         *((facet, metric + ESTIMATE) for facet, metric in _TERMS),
     ],
     "checkpoints": [("token", "cka_with_checkpoint")],
-    "mean_log": [(facet, MEAN_LOG) for facet in AROUND_ATTENTION],
+    "mean_log": [(facet, MEAN_LOG) for facet in MEAN_LOG_FACETS],
 }
 """For each value of the setting `probe.protocol`, the scores as pairs of a facet and a metric.
 
@@ -177,7 +177,7 @@ def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads 
     parts = record.parts
     if parts is None:
         return {}
-    middle = parts.after_attention(record.input)
+    middle = parts.apply_attention(record.input)
     grayed = parts.graying(record.input)
     attention = parts.attention(parts.norm1(grayed))
     mlp = parts.mlp(parts.norm2(middle))
@@ -240,7 +240,7 @@ def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]
         details = {"blocks": layer + 1, "guesses": list(_MEAN_LOG_GUESSES)}
         scores += [
             _median_score(layer, facet, MEAN_LOG, means[:, [column]], **details)
-            for column, facet in enumerate(AROUND_ATTENTION)
+            for column, facet in enumerate(MEAN_LOG_FACETS)
         ]
     return scores
 

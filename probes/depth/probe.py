@@ -27,7 +27,7 @@ from probes.depth.heads import (
     TrainingDepths,
 )
 from probes.features.journal import Journal
-from probes.features.stream import batches, images_per_pass, read_ahead, to_float16
+from probes.features.stream import batched, images_per_pass, read_ahead, to_float16
 from probes.features.tiers import GIB, StoredFeatures, create_array_file
 from probes.features.training_images import (
     LayerGroup,
@@ -227,7 +227,7 @@ class Depth(Probe):
                 depth.
             MachineError: Neither the memory nor the disk can store the training features.
         """
-        yield from DepthRun(self, context).scores()
+        yield from DepthRun(self, context).train_and_score()
 
 
 class DepthRun:
@@ -265,11 +265,11 @@ class DepthRun:
             seed=context.seed,
         )
 
-    def scores(self) -> Iterator[Score]:
+    def train_and_score(self) -> Iterator[Score]:
         """Train the heads, draw figures, and yield the scores of all sources (groups of layers)."""
         probe, context = self.probe, self.context
         features = self.compute_features()
-        entries = self.split.training_entries(views=1)
+        entries = self.split.train_view_indices(views=1)
         mean_depth = self.mean_depth(features.patches.labels[entries])
         journal = self._open_journal()
         heads = self.training.train(
@@ -284,9 +284,9 @@ class DepthRun:
         # The learning rate of each source is selected on held-out images. If there are none, it is
         # selected on the scored images.
         selection = metrics if held_out_metrics is None else held_out_metrics
-        chosen = selection[..., 0].mean(0).argmax(1).tolist()
+        head_indices = selection[..., 0].mean(0).argmax(1).tolist()
         # Save the figures before any score is recorded.
-        self._draw_panels(heads, chosen)
+        self._draw_panels(heads, head_indices)
         shared = {
             "num_train_images": len(entries),
             "num_held_out_images": len(held_out),
@@ -302,7 +302,7 @@ class DepthRun:
                 **self._head_details(heads, index),
                 **shared,
             }
-            yield from self._source_scores(index, chosen[index], metrics, baseline, details)
+            yield from self._source_scores(index, head_indices[index], metrics, baseline, details)
         journal.remove()
         remove_orphans(journal.path.parent)
 
@@ -324,7 +324,7 @@ class DepthRun:
             f"{'in memory' if is_small else 'in a temporary file'} (limit: {limit / GIB:.1f} GiB)"
         )
         folder = cache_folder(probe.cache) / "features"
-        blocks = (
+        features = (
             torch.empty(shape, dtype=torch.float16)
             if is_small
             else create_array_file(folder, shape, np.float16)
@@ -337,15 +337,15 @@ class DepthRun:
             rows = slice(start, start := start + len(batch.samples))
             for number, layer in enumerate(extractor.layers):
                 half, scales[number, rows] = to_float16(batch.patches[layer])
-                blocks[number, rows] = half
+                features[number, rows] = half
                 cls[number, rows] = batch.cls[layer]
             for row, sample in zip(range(rows.start, rows.stop), batch.samples, strict=True):
                 depth = torch.from_numpy(_require_depth(sample))[None, None]
                 depths[row] = F.interpolate(depth, depths.shape[1:], mode="nearest-exact")[0, 0]
-        if not self.training.is_known(depths[self.split.training_entries(views=1)]).any():
+        if not self.training.is_known(depths[self.split.train_view_indices(views=1)]).any():
             raise _no_depth_error(f"{self.images.name} {self.images.split}", probe.bounds)
         tier = "memory" if is_small else "disk"
-        stored = StoredFeatures(extractor.layers, blocks, depths, scales=scales, tier=tier)
+        stored = StoredFeatures(extractor.layers, features, depths, scales=scales, tier=tier)
         return TrainingDepths(stored, cls)
 
     def mean_depth(self, depths: Float[Tensor, "images rows cols"]) -> Float[Tensor, "rows cols"]:
@@ -368,10 +368,10 @@ class DepthRun:
             pixels = torch.from_numpy(sample.image).permute(2, 0, 1).float() / 255
             return sample, resize_bilinear(pixels, size, size)
 
-        items = read_ahead(images, indices, prepare, workers=probe.num_workers)
+        items = read_ahead(images, indices, prepare, num_workers=probe.num_workers)
         shown = self.context.progress(items, label, len(indices))
         num_images = images_per_pass(probe.images_per_step, size, self.context.device)
-        for batch in batches(shown, num_images):
+        for batch in batched(shown, num_images):
             samples = [sample for sample, _ in batch]
             ids = [sample.image_id for sample in samples]
             features = extractor(torch.stack([pixels for _, pixels in batch]), ids)
@@ -444,7 +444,7 @@ class DepthRun:
     def _source_scores(
         self,
         index: int,
-        chosen: int,
+        head_index: int,
         metrics: Metrics,
         baseline: Float64[np.ndarray, "images metrics"],
         details: Mapping[str, Any],
@@ -456,7 +456,7 @@ class DepthRun:
 
         Args:
             index: Index of the source.
-            chosen: Index of the selected learning rate.
+            head_index: Index of the selected learning rate.
             metrics: Depth metrics of all images, sources and learning rates.
             baseline: Depth metrics of the baseline for each image.
             details: Further details to store with the scores.
@@ -464,7 +464,10 @@ class DepthRun:
         rates = list(self.probe.learning_rates)
         best = int(metrics[:, index, :, 0].mean(0).argmax())
         for metric, column in self.probe.metrics.items():
-            choice, number = best if metric == "delta1_oracle" else chosen, [*UNITS].index(column)
+            choice, number = (
+                best if metric == "delta1_oracle" else head_index,
+                [*UNITS].index(column),
+            )
             values = metrics[:, index, choice, number]
             is_edge = len(rates) > 1 and choice in (0, len(rates) - 1)
             edge = f"the chosen learning rate {rates[choice]:g} is at the edge of its grid"
@@ -500,10 +503,11 @@ class DepthRun:
 
     # Files
 
-    def _draw_panels(self, heads: DepthHeads, chosen: Sequence[int]) -> None:
+    def _draw_panels(self, heads: DepthHeads, head_indices: Sequence[int]) -> None:
         """Save figures of some scored images: photograph, true depth, predictions and a colour bar.
 
-        `chosen` contains the index of the selected learning rate of each source (group of layers).
+        `head_indices` contains the index of the selected learning rate of each source (group of
+        layers).
         """
         indices = sample_indices(self.scored_images.ids, self.probe.panels)
         for batch in self._encode(self.scored_images, indices, "images to draw"):
@@ -511,7 +515,9 @@ class DepthRun:
             for number, sample in enumerate(batch.samples):
                 depth = torch.from_numpy(_require_depth(sample))
                 maps = {"depth": torch.where(self.training.is_known(depth), depth, torch.nan)}
-                for source, rate, predicted in zip(self.sources, chosen, by_source, strict=True):
+                for source, rate, predicted in zip(
+                    self.sources, head_indices, by_source, strict=True
+                ):
                     title = f"block{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
                     maps[title] = resize_depth(predicted[rate, number, None], depth)[0].cpu()
                 path = self.context.artifacts / self.probe.panel_name(sample.image_id)

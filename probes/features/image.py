@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from probes.features.stream import batches, fetch_finite, images_per_pass, read_ahead
+from probes.features.stream import batched, fetch_and_check, images_per_pass, read_ahead
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, Features, central_square
@@ -115,16 +115,16 @@ class ImagePass:
             assert sample.label is not None
             return central_square(sample.image, size, share=share), sample.label
 
-        squares = read_ahead(images, indices, prepare, workers=self.probe.num_workers)
+        squares = read_ahead(images, indices, prepare, num_workers=self.probe.num_workers)
         shown = self.context.progress(squares, f"{images.split} images", len(indices))
         start = 0
-        for batch in batches(shown, images_per_pass(self.batch_size, size, self.context.device)):
+        for batch in batched(shown, images_per_pass(self.batch_size, size, self.context.device)):
             pixels = to_device(torch.stack([pixels for pixels, _ in batch]), self.context.device)
             rows = slice(start, start + len(batch))
             ids = [images.ids[index] for index in indices[rows]]
             features, sums = extractor.extract_unchecked(pixels.float() / 255)
             vectors = [image_vectors(features, facet) for facet in by_facet]
-            copies = fetch_finite(extractor, sums, ids, vectors)
+            copies = fetch_and_check(extractor, sums, ids, vectors)
             for values, copy in zip(by_facet.values(), copies, strict=True):
                 values[:, rows] = copy
             labels[rows] = torch.tensor([label for _, label in batch])

@@ -46,6 +46,6 @@ class Moments:
         return self._products / self.count - torch.outer(offset, offset)
 
     @property
-    def energy(self) -> Float64[Tensor, "dim dim"]:
+    def second_moment(self) -> Float64[Tensor, "dim dim"]:
         """Return the mean outer product of the vectors, without subtracting their mean."""
         return self.covariance + torch.outer(self.mean, self.mean)

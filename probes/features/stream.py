@@ -30,7 +30,7 @@ _SCALED_LARGEST = 2.0**14
 
 
 def read_ahead(
-    images: ImageSet, indices: Sequence[int], prepare: Callable[[Sample], T], *, workers: int
+    images: ImageSet, indices: Sequence[int], prepare: Callable[[Sample], T], *, num_workers: int
 ) -> Iterator[T]:
     """Read images in threads, and yield the results of `prepare` in the order of `indices`.
 
@@ -38,15 +38,18 @@ def read_ahead(
         images: The dataset.
         indices: Indices of the images to read.
         prepare: Function that is called with each image and its annotations.
-        workers: Number of threads.
+        num_workers: Number of threads.
     """
     return map_ahead(
-        lambda index: prepare(images[index]), indices, workers=workers, max_ahead=4 * workers
+        lambda index: prepare(images[index]),
+        indices,
+        num_workers=num_workers,
+        max_ahead=4 * num_workers,
     )
 
 
 def map_ahead(
-    function: Callable[[K], T], items: Iterable[K], *, workers: int, max_ahead: int
+    function: Callable[[K], T], items: Iterable[K], *, num_workers: int, max_ahead: int
 ) -> Iterator[T]:
     """Call a function in threads, and yield its results in the order of the items.
 
@@ -54,11 +57,11 @@ def map_ahead(
         function: Function to call for each item.
         items: Arguments of the function, one for each call. An item is read when its call is
             submitted to the threads.
-        workers: Number of threads.
+        num_workers: Number of threads.
         max_ahead: Maximum number of calls that are started ahead of the one whose result is yielded
             next.
     """
-    pool = ThreadPoolExecutor(workers)
+    pool = ThreadPoolExecutor(num_workers)
     try:
         pending: deque[Future[T]] = deque()
         for item in items:
@@ -71,7 +74,7 @@ def map_ahead(
         pool.shutdown(cancel_futures=True)
 
 
-def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
     """Divide items into lists of `size` items. The last list may be shorter."""
     remaining = iter(items)
     while batch := list(islice(remaining, size)):
@@ -95,8 +98,8 @@ def extract(
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
     """Compute the features of each layer for a batch, and sums that show whether they are finite.
 
-    On a CUDA GPU, this function does not check the sums. Pass them to `fetch_finite` later, so that
-    the CPU waits for the GPU only once. On any other device, the sums are checked here.
+    On a CUDA GPU, this function does not check the sums. Pass them to `fetch_and_check` later, so
+    that the CPU waits for the GPU only once. On any other device, the sums are checked here.
 
     Args:
         extractor: Extractor of one facet (kind of feature).
@@ -108,7 +111,7 @@ def extract(
         infinite if one of its features is.
 
     Raises:
-        CheckpointError: A feature is not finite. On a CUDA GPU, `fetch_finite` raises this error.
+        CheckpointError: A feature is not finite. On a CUDA GPU, `fetch_and_check` raises it.
     """
     features, sums = extractor.extract_unchecked(images)
     if not sums.is_cuda:
@@ -117,7 +120,7 @@ def extract(
     return {layer: facets[facet] for layer, facets in features.items()}, sums
 
 
-def fetch_finite(
+def fetch_and_check(
     extractor: FeatureExtractor,
     sums: Float[Tensor, "features batch"],
     ids: Sequence[str],
@@ -168,7 +171,7 @@ def extract_float16(
     features, sums = extract(extractor, images, ids)
     pairs = [to_float16(features[layer]) for layer in extractor.layers]
     halves, scales = [half for half, _ in pairs], torch.stack([scale for _, scale in pairs])
-    scales, *host = fetch_finite(extractor, sums, ids, [scales, *(halves if fetch else [])])
+    scales, *host = fetch_and_check(extractor, sums, ids, [scales, *(halves if fetch else [])])
     return host if fetch else halves, scales
 
 

@@ -32,13 +32,13 @@ from torch import Tensor
 from probes.features.stream import (
     Half,
     Scales,
-    batches,
+    batched,
     extract_float16,
     map_ahead,
     read_ahead,
     undo_scaling,
 )
-from probes.features.training_images import TrainingViews, resize_mask
+from probes.features.training_images import ViewTransform, resize_mask
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import MachineError
 from ssl_bench.evaluation import ProbeContext, Progress
@@ -64,14 +64,14 @@ _SCALE_CHARACTERS = 26
 # Number of batches that are read from the file in advance.
 _BATCHES_AHEAD = 2
 
-Blocks = Float[Tensor, "layers entries rows cols dim"]
+FeatureTensor = Float[Tensor, "layers entries rows cols dim"]
 # Whether each label from 0 to 255 occurs in each entry (view of a training image).
-Present = Bool[Tensor, "_entries 256"]
+HasLabel = Bool[Tensor, "_entries 256"]
 # The entries (indices of views) of each batch.
 BatchEntries = Sequence[Int64[Tensor, "..."]]
 # Function that stores features. Its arguments are the index of the layer, the entries (indices of
 # views), the features, and their scales.
-Put = Callable[[int, Sequence[int], Half, Float[Tensor, " batch"]], None]
+StoreBatch = Callable[[int, Sequence[int], Half, Float[Tensor, " batch"]], None]
 
 
 @dataclass(frozen=True)
@@ -93,22 +93,22 @@ class StoredFeatures:
     An entry is one view (crop) of one training image.
 
     Attributes:
-        layers: Indices of the blocks whose features are in `blocks`.
-        blocks: Features of all entries, divided by `scales`.
+        layers: Indices of the blocks whose features are in `features`.
+        features: Features of all entries, divided by `scales`.
         labels: Label map of each entry.
-        present: Whether each label from 0 to 255 occurs in each entry. Empty if each entry has a
+        has_label: Whether each label from 0 to 255 occurs in each entry. Empty if each entry has a
             single label.
-        scales: Factors that restore the features if `blocks` is multiplied by them. None if all
+        scales: Factors that restore the features if `features` is multiplied by them. None if all
             factors are 1.
-        tier: Where `blocks` are stored: "memory" or "disk".
+        tier: Where `features` are stored: "memory" or "disk".
         passes: Number of times that this run has encoded all training images. It is 0 if an earlier
             run has stored the features.
     """
 
     layers: tuple[int, ...]
-    blocks: Blocks
+    features: FeatureTensor
     labels: Shaped[Tensor, "entries height width"]
-    present: Present = field(default_factory=lambda: torch.zeros(0, 256, dtype=torch.bool))
+    has_label: HasLabel = field(default_factory=lambda: torch.zeros(0, 256, dtype=torch.bool))
     scales: Float[Tensor, "layers entries"] | None = None
     tier: Tier = "memory"
     passes: int = 1
@@ -123,27 +123,29 @@ class StoredFeatures:
         """
         indices = [self.layers.index(layer) for layer in layers]
         first, stop = min(indices), max(indices) + 1
-        blocks = self.blocks[first:stop]
+        stored = self.features[first:stop]
         order = [index - first for index in indices]
         is_in_order = order == list(range(stop - first))
-        if device.type == "cuda" and 2 * blocks.nbytes <= free_gpu_memory(device):
-            blocks = blocks.to(device)
-        reads_file = self.tier == "disk" and blocks.device.type == "cpu"
-        scales = torch.ones(blocks.shape[:2]) if self.scales is None else self.scales[indices]
+        if device.type == "cuda" and 2 * stored.nbytes <= free_gpu_memory(device):
+            stored = stored.to(device)
+        reads_file = self.tier == "disk" and stored.device.type == "cpu"
+        scales = torch.ones(stored.shape[:2]) if self.scales is None else self.scales[indices]
 
         def select(entries: Int64[Tensor, " batch"]) -> Tensor:
             if reads_file:
                 # Unlike `index_select`, this uses a single CPU core and leaves the others to the
                 # training of heads.
-                selected = torch.from_numpy(blocks.numpy().take(entries.numpy(), 1))
+                selected = torch.from_numpy(stored.numpy().take(entries.numpy(), 1))
             else:
-                selected = blocks.index_select(1, to_device(entries, blocks.device))
+                selected = stored.index_select(1, to_device(entries, stored.device))
             return selected if is_in_order else selected[order]
 
         def read(batch_entries: BatchEntries) -> Iterator[FeatureBatch]:
             selections = map(select, batch_entries)
             if reads_file:
-                selections = map_ahead(select, batch_entries, workers=1, max_ahead=_BATCHES_AHEAD)
+                selections = map_ahead(
+                    select, batch_entries, num_workers=1, max_ahead=_BATCHES_AHEAD
+                )
             for entries, selected in zip(batch_entries, selections, strict=True):
                 features = undo_scaling(to_device(selected, device), scales[:, entries])
                 yield FeatureBatch(features, to_device(self.labels[entries], device))
@@ -159,13 +161,13 @@ class StreamedFeatures:
 
     Attributes:
         layers: Indices of the blocks whose features can be read.
-        present: Whether each label from 0 to 255 occurs in each entry.
+        has_label: Whether each label from 0 to 255 occurs in each entry.
         compute: Function that yields batches of features and labels, given the layers, the entries
             of each batch, and the device.
     """
 
     layers: tuple[int, ...]
-    present: Present
+    has_label: HasLabel
     compute: Callable[[Sequence[int], BatchEntries, torch.device], Iterator[FeatureBatch]]
     _num_computed: int = field(default=0, init=False, repr=False)
 
@@ -174,7 +176,7 @@ class StreamedFeatures:
     @property
     def passes(self) -> int:
         """Return how many times all training views (crops) have been encoded, rounded up."""
-        return -(-self._num_computed // len(self.present))
+        return -(-self._num_computed // len(self.has_label))
 
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
         """Return a function that computes features batch by batch.
@@ -213,7 +215,7 @@ class TrainingPass:
         views: Method that makes the views of an image, such as crops or mirror images.
         label_size: Side of the label maps in pixels.
         batch_size: Number of views in a forward pass of the encoder.
-        workers: Number of threads that decode images.
+        num_workers: Number of threads that decode images.
     """
 
     context: ProbeContext
@@ -221,10 +223,10 @@ class TrainingPass:
     images: ImageSet
     indices: Sequence[int]
     image_size: int
-    views: TrainingViews
+    views: ViewTransform
     label_size: int
     batch_size: int
-    workers: int
+    num_workers: int
 
     @property
     def facet(self) -> Facet:
@@ -276,50 +278,55 @@ class TrainingPass:
             f"features: {2 * prod(shape) / GIB:.1f} GiB, {_TIER_DESCRIPTIONS[tier]} (limits: "
             f"{memory / GIB:.1f} GiB of memory, {disk / GIB:.1f} GiB in {folder})"
         )
-        present = torch.zeros(entries, 256, dtype=torch.bool)
+        has_label = torch.zeros(entries, 256, dtype=torch.bool)
         if tier == "stream":
-            self._fill(present)
-            return StreamedFeatures(layers, present, self.stream)
+            self._fill(has_label)
+            return StreamedFeatures(layers, has_label, self.stream)
         if tier == "memory":
             labels = torch.empty(label_shape, dtype=torch.uint8)
-            blocks, scales = torch.empty(shape, dtype=torch.float16), torch.empty(shape[:2])
+            features, scales = torch.empty(shape, dtype=torch.float16), torch.empty(shape[:2])
 
-            def put(
+            def store_batch(
                 index: int, some: Sequence[int], halves: Half, own: Float[Tensor, " batch"]
             ) -> None:
-                blocks[index, list(some)], scales[index, list(some)] = halves, own
+                features[index, list(some)], scales[index, list(some)] = halves, own
 
-            self._fill(present, labels, put)
-            return StoredFeatures(layers, blocks, labels, present, scales)
+            self._fill(has_label, labels, store_batch)
+            return StoredFeatures(layers, features, labels, has_label, scales)
         labels, stored = create_array_file(folder, label_shape, np.uint8), load()
         if stored is None:
-            blocks, scales = file.write(lambda put: self._fill(present, labels, put))
-            return StoredFeatures(layers, blocks, labels, present, scales, "disk")
-        self._fill(present, labels)
-        return StoredFeatures(layers, stored[0], labels, present, stored[1], "disk", passes=0)
+            features, scales = file.write(
+                lambda store_batch: self._fill(has_label, labels, store_batch)
+            )
+            return StoredFeatures(layers, features, labels, has_label, scales, "disk")
+        self._fill(has_label, labels)
+        return StoredFeatures(layers, stored[0], labels, has_label, stored[1], "disk", passes=0)
 
     def _fill(
         self,
-        present: Present,
+        has_label: HasLabel,
         labels: UInt8[Tensor, "entries size size"] | None = None,
-        put: Put | None = None,
+        store_batch: StoreBatch | None = None,
     ) -> None:
         """Read all views of the training images, and write their labels into tensors.
 
         Args:
-            present: Tensor with one entry for each view and label. It is set to true if the label
+            has_label: Tensor with one entry for each view and label. It is set to true if the label
                 occurs.
             labels: Tensor for the label map of each view.
-            put: Function that stores the features of a batch. Without it, no features are computed.
+            store_batch: Function that stores the features of a batch. Without it, no features are
+                computed.
         """
-        for entries, batch_labels, halves, scales in self.read_views(encode=put is not None):
+        for entries, batch_labels, halves, scales in self.read_views(
+            encode=store_batch is not None
+        ):
             for entry, values in zip(entries, batch_labels, strict=True):
-                present[entry, values.unique().long()] = True
+                has_label[entry, values.unique().long()] = True
             if labels is not None:
                 labels[entries] = batch_labels
-            if put is not None:
+            if store_batch is not None:
                 for index, (half, own) in enumerate(zip(halves, scales, strict=True)):
-                    put(index, entries, half, own)
+                    store_batch(index, entries, half, own)
 
     def read_views(
         self, *, encode: bool = False
@@ -339,9 +346,9 @@ class TrainingPass:
         """
         views, start = self.views.count, 0
         load = partial(self._load_views, range(views))
-        images = read_ahead(self.images, self.indices, load, workers=self.workers)
+        images = read_ahead(self.images, self.indices, load, num_workers=self.num_workers)
         shown = self.context.progress(images, "training images", len(self.indices))
-        for batch in batches(shown, self.batch_size):
+        for batch in batched(shown, self.batch_size):
             for number in range(views):
                 entries = [*range(start * views + number, (start + len(batch)) * views, views)]
                 ids, pixels, labels = _stack_views(image[number] for image in batch)
@@ -383,7 +390,9 @@ class TrainingPass:
             return view
 
         entries = (entry for batch in batch_entries for entry in batch.tolist())
-        loaded = map_ahead(load, entries, workers=self.workers, max_ahead=4 * self.workers)
+        loaded = map_ahead(
+            load, entries, num_workers=self.num_workers, max_ahead=4 * self.num_workers
+        )
         for batch in batch_entries:
             ids, images, labels = _stack_views(islice(loaded, len(batch)))
             halves, scales = extract_float16(self.extractor, images, ids)
@@ -394,7 +403,7 @@ class TrainingPass:
 
     def _load_views(self, numbers: Sequence[int], sample: Sample) -> "list[_View]":
         size = self.label_size
-        views = [self.views.view(sample, number, self.image_size) for number in numbers]
+        views = [self.views.make_view(sample, number, self.image_size) for number in numbers]
         return [(sample.image_id, image, resize_mask(mask, size, size)) for image, mask in views]
 
     def header(self) -> dict[str, Any]:
@@ -467,7 +476,7 @@ class FeatureFile:
 
     def load(
         self, say: Callable[[str], None], progress: Progress = show_progress
-    ) -> tuple[Blocks, Float[Tensor, "layers entries"]] | None:
+    ) -> tuple[FeatureTensor, Float[Tensor, "layers entries"]] | None:
         """Verify the checksum of stored features, and memory-map them.
 
         Args:
@@ -496,13 +505,15 @@ class FeatureFile:
         say(f"{self.path} is not used ({reason}). Computing the features again")
         return None
 
-    def write(self, fill: Callable[[Put], None]) -> tuple[Blocks, Float[Tensor, "layers entries"]]:
+    def write(
+        self, fill: Callable[[StoreBatch], None]
+    ) -> tuple[FeatureTensor, Float[Tensor, "layers entries"]]:
         """Write features to the array file and the JSON file, and memory-map them.
 
         Args:
-            fill: Function that computes all features. It receives a function `put`, and must call
-                put(layer index, entries, features, scales) for each layer and batch. Entries are
-                indices of views.
+            fill: Function that computes all features. It receives a function `store_batch`, and
+                must call store_batch(layer index, entries, features, scales) for each layer and
+                batch. Entries are indices of views.
 
         Raises:
             MachineError: The disk is full or the folder cannot be written. If the disk is already
@@ -517,7 +528,7 @@ class FeatureFile:
                 _allocate(sidecar, len(self._header) + 100 + _SCALE_CHARACTERS * scales.size)
                 file.write(self._array_header)
 
-                def put(
+                def store_batch(
                     index: int, entries: Sequence[int], halves: Half, own: Float[Tensor, " batch"]
                 ) -> None:
                     for entry, values in zip(entries, halves.contiguous().numpy(), strict=True):
@@ -527,9 +538,9 @@ class FeatureFile:
                         file.write(values)
                     scales[index, list(entries)] = own.numpy()
 
-                fill(put)
+                fill(store_batch)
                 file.flush()
-                blocks = self._map(file)
+                features = self._map(file)
                 sidecar.write(self._describe(scales, checksums))
                 sidecar.truncate()
         except OSError as error:
@@ -539,7 +550,7 @@ class FeatureFile:
                 "each epoch",
                 hint=("probe.cache={folder}", "or", "probe.tier=stream"),
             ) from error
-        return blocks, torch.from_numpy(scales)
+        return features, torch.from_numpy(scales)
 
     def _describe(self, scales: np.ndarray, checksums: np.ndarray) -> bytes:
         """Return the content of the JSON file that belongs to the array file.
@@ -568,7 +579,7 @@ class FeatureFile:
                 checksums[index, entry] = crc32(values.data)
         return checksums
 
-    def _map(self, file: IO[bytes]) -> Blocks:
+    def _map(self, file: IO[bytes]) -> FeatureTensor:
         array = np.memmap(file, np.float16, "r", len(self._array_header), self.shape)
         with warnings.catch_warnings():
             # torch warns that the array is read-only. Nothing writes to it.

@@ -76,7 +76,7 @@ class TrainingSplit:
         held_out = torch.randperm(len(indices), generator=generator)[:num_held_out]
         return cls(indices, frozenset(held_out.tolist()))
 
-    def training_entries(self, views: int) -> Int64[Tensor, " entries"]:
+    def train_view_indices(self, views: int) -> Int64[Tensor, " entries"]:
         """Return the indices (entries) of all views of the images that are not held out.
 
         A view is a crop of an image. `views` is the number of views of each image.
@@ -84,7 +84,7 @@ class TrainingSplit:
         training = [n for n in range(len(self.indices)) if n not in self.held_out]
         return (torch.tensor(training)[:, None] * views + torch.arange(views)).flatten()
 
-    def all_entries(self, views: int) -> Int64[Tensor, " entries"]:
+    def all_view_indices(self, views: int) -> Int64[Tensor, " entries"]:
         """Return the indices (entries) of all views of all used images.
 
         A view is a crop of an image. `views` is the number of views of each image.
@@ -270,7 +270,7 @@ _TRIES = 10
 _MAX_ASPECT = 4
 
 
-class TrainingViews:
+class ViewTransform:
     """The base class of methods that make views of a training image, such as random crops.
 
     A view is a square with the mask of the same area. Subclasses are frozen dataclasses.
@@ -281,7 +281,7 @@ class TrainingViews:
 
     count: int
 
-    def view(self, sample: Sample, number: int, size: int) -> View:
+    def make_view(self, sample: Sample, number: int, size: int) -> View:
         """Return a view (a square with its mask) of an image. Repeated calls return the same view.
 
         Args:
@@ -296,19 +296,19 @@ class TrainingViews:
 
 
 @dataclass(frozen=True)
-class WholeImage(TrainingViews):
+class WholeImage(ViewTransform):
     """Views of whole images, resized to squares. The second view is a mirror image of the first."""
 
     count: int = 1
 
-    def view(self, sample: Sample, number: int, size: int) -> View:
+    def make_view(self, sample: Sample, number: int, size: int) -> View:
         image, mask = image_and_mask(sample)
         view = resize_bilinear(image, size, size), mask
         return _mirror(*view) if number else view
 
 
 @dataclass(frozen=True)
-class CentralSquare(TrainingViews):
+class CentralSquare(ViewTransform):
     """Views of the central squares of images that have a class but no mask.
 
     Every view must have a mask. These views get a meaningless mask of one pixel with the label 0.
@@ -321,14 +321,14 @@ class CentralSquare(TrainingViews):
     share: float
     count: int = 1
 
-    def view(self, sample: Sample, number: int, size: int) -> View:
+    def make_view(self, sample: Sample, number: int, size: int) -> View:
         del number
         pixels = central_square(sample.image, size, share=self.share)
         return pixels.float() / 255, torch.zeros(1, 1, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
-class ResizedCrops(TrainingViews):
+class ResizedCrops(ViewTransform):
     """Views that are crops of random area and aspect ratio, resized to squares.
 
     Each crop is mirrored with probability 0.5.
@@ -345,7 +345,7 @@ class ResizedCrops(TrainingViews):
     area: tuple[float, float] = (0.8, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
 
-    def view(self, sample: Sample, number: int, size: int) -> View:
+    def make_view(self, sample: Sample, number: int, size: int) -> View:
         random = _view_generator(self.seed, sample.image_id, number)
         image, mask = image_and_mask(sample)
         rows, cols = self._draw_window(random, *mask.shape)
@@ -370,7 +370,7 @@ class ResizedCrops(TrainingViews):
 
 
 @dataclass(frozen=True)
-class ScaledCrops(TrainingViews):
+class ScaledCrops(ViewTransform):
     """Views that are square crops of randomly resized images.
 
     Each crop is mirrored with probability 0.5.
@@ -398,7 +398,7 @@ class ScaledCrops(TrainingViews):
     factor: tuple[float, float] = (0.5, 2.0)
     dominance: float = 0.75
 
-    def view(self, sample: Sample, number: int, size: int) -> View:
+    def make_view(self, sample: Sample, number: int, size: int) -> View:
         random = _view_generator(self.seed, sample.image_id, number)
         image, mask = image_and_mask(sample)
         short_side = random.uniform(*self.factor) * size
@@ -432,7 +432,7 @@ class ScaledCrops(TrainingViews):
 
 def make_views(
     crops: str, count: int, seed: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
-) -> TrainingViews:
+) -> ViewTransform:
     """Return the method that makes views (square parts) of training images.
 
     Args:

@@ -104,17 +104,17 @@ class AttentivePooling:
         batches = [*chain(*(epoch[:num_batches] for epoch in by_epoch))]
         # The published warm-up is 10 of 90 epochs.
         optimizer, schedule = LARS(), Schedule("cosine", warmup=1 / 9)
-        bank, constant, states = None, (), [OptimizerState() for _ in range(4)]
+        heads, constant, states = None, (), [OptimizerState() for _ in range(4)]
         peak = torch.tensor(list(self.learning_rates), device=device)
         name = f"attentive heads of layers {layers[0]} to {layers[-1]}"
         items = progress(features.reader(layers, device)(batches), name, len(batches))
         for step, (batch, numbers) in enumerate(zip(items, batches, strict=True)):
             blocks = batch.features.flatten(2, 3)  # layers batch tokens dim
-            if bank is None:
+            if heads is None:
                 by_channel = blocks.flatten(1, 2)  # layers batch*tokens dim
                 varies = by_channel.amax(1) != by_channel.amin(1)
                 constant = tuple((~varies).sum(1).tolist())
-                bank = AttentiveHeads.initialize(
+                heads = AttentiveHeads.initialize(
                     sources=len(blocks),
                     values=len(peak),
                     queries=self.queries,
@@ -126,14 +126,14 @@ class AttentivePooling:
             batch_labels = to_device(labels[numbers], device)
             # One layer at a time, to limit the memory.
             by_layer = [
-                bank.loss_and_gradients(source, tokens.float(), batch_labels)[1]
+                heads.loss_and_gradients(source, tokens.float(), batch_labels)[1]
                 for source, tokens in enumerate(blocks)
             ]
             gradients = map(torch.stack, zip(*by_layer, strict=True))
             rates = peak * schedule.factor(step, len(batches))
-            update_heads(optimizer, bank.parameters, gradients, states, rates, step + 1)
-        assert bank is not None
-        return TrainedAttentiveHeads(tuple(layers), bank, constant, time.monotonic() - start)
+            update_heads(optimizer, heads.parameters, gradients, states, rates, step + 1)
+        assert heads is not None
+        return TrainedAttentiveHeads(tuple(layers), heads, constant, time.monotonic() - start)
 
 
 @dataclass(frozen=True)

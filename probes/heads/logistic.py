@@ -32,12 +32,12 @@ from ssl_bench.composition.fields import Count, Positive
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import to_device, to_float64
 
-_Values = Float64[Tensor, "problems parameters"]
+_Parameters = Float64[Tensor, "problems parameters"]
 _Losses = Float64[Tensor, " problems"]
 _Indices = Int64[Tensor, " problems"]
 # A step, the change of the gradient, and the inverse of their dot product. The third element is 0
 # if the dot product is not positive.
-_Pair = tuple[_Values, _Values, _Losses]
+_Correction = tuple[_Parameters, _Parameters, _Losses]
 
 # A step is accepted if it gives at least this fraction of the decrease that the slope predicts.
 _SUFFICIENT_DECREASE = 1e-4
@@ -143,7 +143,7 @@ class LogisticRegression(Training):
         num_values, dim = len(self.values), scale.mean.shape[1]
         num_weights = spec.classes * dim
 
-        def make_heads(source: int, values: _Values) -> LinearHeads:
+        def make_heads(source: int, values: _Parameters) -> LinearHeads:
             """Build the heads that receive the features of one source (group of layers).
 
             Each row of `values` has the parameters of a head.
@@ -151,19 +151,21 @@ class LogisticRegression(Training):
             weight, bias = values[None].to(scale.mean).split([num_weights, spec.classes], 2)
             return LinearHeads(scale.select(source), weight.unflatten(2, (-1, dim)), bias)
 
-        def objective(chosen: _Indices, values: _Values) -> tuple[_Losses, _Values]:
+        def objective(chosen: _Indices, values: _Parameters) -> tuple[_Losses, _Parameters]:
             """Return the mean loss plus the penalty of each chosen head, and the gradients."""
-            banks = []
+            all_heads = []
             for source in range(len(sources)):
                 own = (chosen // num_values == source).nonzero()[:, 0]
                 if len(own):
                     own = to_device(own, values.device)
-                    banks.append((source, own, make_heads(source, values[own])))
+                    all_heads.append((source, own, make_heads(source, values[own])))
             loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
             for batch, share in zip(read(batches), shares, strict=True):
                 x, targets = concatenate_layers(batch.features, len(sources)), spec.targets(batch)
-                for source, own, bank in banks:
-                    losses, gradients = bank.loss_and_gradients(x[source, None], spec.loss, targets)
+                for source, own, heads in all_heads:
+                    losses, gradients = heads.loss_and_gradients(
+                        x[source, None], spec.loss, targets
+                    )
                     loss[own] += share * to_float64(losses[0])
                     flat = torch.cat([gradients[0][0].flatten(1), gradients[1][0]], 1)
                     gradient[own] += share * to_float64(flat)
@@ -172,7 +174,9 @@ class LogisticRegression(Training):
             return loss + penalties * weights.square().sum(1) / 2, gradient
 
         covariances = torch.stack([own.covariance for own in moments])
-        precondition = hessian_inverse(covariances, to_float64(scale.scale), penalty, frequencies)
+        precondition = make_preconditioner(
+            covariances, to_float64(scale.scale), penalty, frequencies
+        )
         # If all weights are zero, these biases minimise the loss.
         start_bias = frequencies.log().expand(len(penalty), -1)
         name = (
@@ -201,12 +205,12 @@ class LogisticRegression(Training):
         )
 
 
-def hessian_inverse(
+def make_preconditioner(
     covariances: Float64[Tensor, "sources dim dim"],
     scale: Float64[Tensor, "sources dim"],
     penalty: _Losses,
     frequencies: Float64[Tensor, " classes"],
-) -> Callable[[_Values], _Values]:
+) -> Callable[[_Parameters], _Parameters]:
     """Return a function that multiplies gradients by an approximation of the inverse Hessian.
 
     Let f be the frequency of a class. The Hessian of the loss with respect to the weights of this
@@ -225,7 +229,7 @@ def hessian_inverse(
     by_source = (variances[:, None] * by_class[:, None])[:, None]  # sources 1 classes dim
     by_head = penalty.view(len(scale), -1, 1, 1)
 
-    def multiply(gradient: _Values) -> _Values:
+    def multiply(gradient: _Parameters) -> _Parameters:
         weights, bias = gradient.split([classes * dim, classes], 1)
         rotated = weights.reshape(len(axes), -1, dim) @ axes
         rotated = rotated.view(*by_head.shape[:2], classes, dim) / (by_source + by_head)
@@ -256,10 +260,10 @@ class Minimum:
 
 
 def minimise(
-    objective: Callable[[_Indices, _Values], tuple[_Losses, _Values]],
+    objective: Callable[[_Indices, _Parameters], tuple[_Losses, _Parameters]],
     start: Float64[Tensor, "problems parameters"],
     *,
-    precondition: Callable[[_Values], _Values],
+    precondition: Callable[[_Parameters], _Parameters],
     iterations: Iterable[int],
     gradient_tolerance: float,
 ) -> Minimum:
@@ -278,7 +282,7 @@ def minimise(
     change the loss by no more than a rounding error: Hager and Zhang, "A New Conjugate Gradient
     Method with Guaranteed Descent and an Efficient Line Search" (2005).
     """
-    values, pairs, num_steps = start.clone(), list[_Pair](), 0
+    values, corrections, num_steps = start.clone(), list[_Correction](), 0
     everything = torch.arange(len(start))
     loss, gradient = objective(everything, start)
     largest = gradient.abs().amax(1)
@@ -289,7 +293,7 @@ def minimise(
         pending = everything[~converged & (without_progress < _PATIENCE)]
         if not len(pending):
             break
-        direction = _descent_direction(gradient, pairs, precondition)
+        direction = _descent_direction(gradient, corrections, precondition)
         slope, length = _dot(gradient, direction), torch.ones_like(loss)
         old_values, old_gradient = values.clone(), gradient.clone()
         # Shorten each step until the loss of its problem decreases enough.
@@ -325,36 +329,38 @@ def minimise(
         curvature = _dot(step, change)
         is_positive = curvature > 1e-12 * _dot(step, step)
         weight = torch.where(is_positive, 1 / curvature.where(is_positive, 1.0), 0.0)
-        pairs = [*pairs, (step, change, weight)][-_MEMORY:]
+        corrections = [*corrections, (step, change, weight)][-_MEMORY:]
         num_steps += 1
     stalled = ~converged & (without_progress >= _PATIENCE)
     return Minimum(values, converged, stalled, num_steps)
 
 
 def _descent_direction(
-    gradient: _Values, pairs: Sequence[_Pair], precondition: Callable[[_Values], _Values]
-) -> _Values:
+    gradient: _Parameters,
+    corrections: Sequence[_Correction],
+    precondition: Callable[[_Parameters], _Parameters],
+) -> _Parameters:
     """Return the search direction of L-BFGS, computed by the two-loop recursion.
 
-    It is the negative gradient times an approximation of the inverse Hessian. `pairs` contains the
-    last steps, and the changes of the gradient in these steps. `precondition` multiplies gradients
-    by an initial approximation of the inverse Hessian.
+    It is the negative gradient times an approximation of the inverse Hessian. `corrections`
+    contains the last steps, and the changes of the gradient in these steps. `precondition`
+    multiplies gradients by an initial approximation of the inverse Hessian.
     """
     direction, shares = gradient.clone(), []
-    for step, change, weight in reversed(pairs):
+    for step, change, weight in reversed(corrections):
         share = weight * _dot(step, direction)
         direction -= share[:, None] * change
         shares.append(share)
     direction = precondition(direction)
-    if pairs:
+    if corrections:
         # The last step corrects the scale of the approximated Hessian.
-        step, change, weight = pairs[-1]
+        step, change, weight = corrections[-1]
         ratio = _dot(step, change) / _dot(change, precondition(change)).clamp(min=1e-300)
         direction *= torch.where(weight > 0, ratio, 1.0)[:, None]
-    for (step, change, weight), share in zip(pairs, reversed(shares), strict=True):
+    for (step, change, weight), share in zip(corrections, reversed(shares), strict=True):
         direction += (share - weight * _dot(change, direction))[:, None] * step
     return -direction
 
 
-def _dot(first: _Values, second: _Values) -> _Losses:
+def _dot(first: _Parameters, second: _Parameters) -> _Losses:
     return (first * second).sum(1)

@@ -48,7 +48,7 @@ class PixelTargets:
         label_weights: Weights of the patch logits. The sum of label_weights * logits is the sum of
             the true-class logits of all labelled pixels. `MajorityLoss` and `LabelLoss` treat each
             patch as one pixel.
-        counted: Weight of the logsumexp of each pixel, or 0 if the pixel is ignored.
+        pixel_weights: Weight of the logsumexp of each pixel, or 0 if the pixel is ignored.
             `UpsampledLoss` groups pixels by cells. A cell is the area between four patch centers.
             `ResampledLoss` has one weight for each pixel of the label maps (shape 1 x batch x
             height x width). All other losses have one weight for each patch (shape 1 x batch x rows
@@ -56,11 +56,11 @@ class PixelTargets:
     """
 
     label_weights: Float[Tensor, "classes batch rows cols"]
-    counted: Float[Tensor, "pixels batch cell_rows cell_cols"]
+    pixel_weights: Float[Tensor, "pixels batch cell_rows cell_cols"]
 
     def select(self, images: slice) -> "PixelTargets":
         """Return the labels of a slice of the images in the batch."""
-        return PixelTargets(self.label_weights[:, images], self.counted[:, images])
+        return PixelTargets(self.label_weights[:, images], self.pixel_weights[:, images])
 
 
 class PixelLoss:
@@ -99,11 +99,14 @@ class PixelLoss:
 
         The gradient is with respect to `logits`, the logits of the patches.
         """
-        label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
+        label_weights, pixel_weights = (
+            targets.label_weights.to(logits),
+            targets.pixel_weights.to(logits),
+        )
         probabilities = logits.softmax(1)
-        loss = (logsumexp(logits, probabilities, 1) * counted).flatten(1).sum(1)
+        loss = (logsumexp(logits, probabilities, 1) * pixel_weights).flatten(1).sum(1)
         loss -= (logits * label_weights).flatten(1).sum(1)
-        return loss, probabilities.mul_(counted).sub_(label_weights)
+        return loss, probabilities.mul_(pixel_weights).sub_(label_weights)
 
 
 @dataclass(frozen=True)
@@ -209,10 +212,13 @@ class UpsampledLoss(PixelLoss):
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
-        label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
+        label_weights, pixel_weights = (
+            targets.label_weights.to(logits),
+            targets.pixel_weights.to(logits),
+        )
         # The loss stays the same if all logits of a patch change by the same value.
         logits = logits - logits.amax(1, keepdim=True)
-        normaliser, gradient = summed_logsumexp(logits, counted)
+        normaliser, gradient = summed_logsumexp(logits, pixel_weights)
         loss = normaliser - (logits * label_weights).flatten(1).sum(1)
         return loss, gradient.sub_(label_weights)
 
@@ -258,10 +264,10 @@ class ResampledLoss(PixelLoss):
         for head in range(logits.shape[0]):
             for image in range(logits.shape[2]):
                 values = down @ logits[head, :, image] @ across.T
-                counted = targets.counted[0, image].to(logits)
+                pixel_weights = targets.pixel_weights[0, image].to(logits)
                 probabilities = values.softmax(0)
-                loss[head] += (logsumexp(values, probabilities, 0) * counted).sum()
-                gradient[head, :, image] = down.T @ probabilities.mul_(counted) @ across
+                loss[head] += (logsumexp(values, probabilities, 0) * pixel_weights).sum()
+                gradient[head, :, image] = down.T @ probabilities.mul_(pixel_weights) @ across
         return loss, gradient.sub_(label_weights)
 
     def _bilinear_matrices(self, grid: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,7 +307,7 @@ def label_histograms(
 
 
 def summed_logsumexp(
-    logits: Logits, counted: Float[Tensor, "pixels batch cell_rows cell_cols"]
+    logits: Logits, pixel_weights: Float[Tensor, "pixels batch cell_rows cell_cols"]
 ) -> tuple[Float[Tensor, " heads"], Logits]:
     """Sum the log-normalisers of all pixels for each head, and compute the gradients of the sums.
 
@@ -312,23 +318,23 @@ def summed_logsumexp(
 
     Args:
         logits: Logits of the patches. The largest logit of each patch must be 0.
-        counted: Weight of each pixel in the sum. Pixels are grouped by cells. A cell is the area
-            between four patch centers. Its pixels are in row-major order.
+        pixel_weights: Weight of each pixel in the sum. Pixels are grouped by cells. A cell is the
+            area between four patch centers. Its pixels are in row-major order.
 
     Returns:
         The weighted sum for each head, and its gradient with respect to `logits`.
     """
-    weights = corner_weights(round(len(counted) ** 0.5), logits.device)
+    weights = corner_weights(round(len(pixel_weights) ** 0.5), logits.device)
     padded = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")
     padded = padded.view(*logits.shape[:3], *padded.shape[2:])
     total, gradient = logits.new_zeros(len(logits)), torch.zeros_like(padded)
-    compute, values_per_cell = _sum_piece, len(counted)
-    fits_kernel = logits.dtype == torch.float32 and len(counted) <= _MAX_KERNEL_PIXELS
+    compute, values_per_cell = _sum_piece, len(pixel_weights)
+    fits_kernel = logits.dtype == torch.float32 and len(pixel_weights) <= _MAX_KERNEL_PIXELS
     if fits_kernel and (kernel := _find_kernel(logits.device)):
         compute, values_per_cell = kernel, 4
     for heads, images, rows in product(*_pieces(padded, values_per_cell)):
         piece = (heads, slice(None), images, slice(rows.start, rows.stop + 1))
-        sums, by_corner = compute(padded[piece], counted[:, images, rows], weights)
+        sums, by_corner = compute(padded[piece], pixel_weights[:, images, rows], weights)
         total[heads] += sums
         _add_to_corners(gradient[piece], by_corner)
     return total, _fold_edges(gradient)
@@ -354,7 +360,7 @@ def _find_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] |
 
 def _sum_piece(
     padded: Float[Tensor, "heads classes batch tall wide"],
-    counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
+    pixel_weights: Float[Tensor, "pixels batch cell_rows cell_cols"],
     weights: Float[Tensor, "pixels 4"],
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
     """Sum the log-normalisers of upsampled logits for each head, and compute the gradients.
@@ -365,14 +371,19 @@ def _sum_piece(
     Args:
         padded: Logits of the patches. The patches at the edge of the grid are repeated once beyond
             it.
-        counted: Weight of each pixel of each cell. A cell is the area between four patch centers.
+        pixel_weights: Weight of each pixel of each cell. A cell is the area between four patch
+            centers.
         weights: Bilinear weights of the four patches at the corners of a cell, for each pixel.
 
     Returns:
         The weighted sum for each head, and its gradients with respect to the four corners of each
         cell.
     """
-    corners, weight, matrix = torch.stack(_corners(padded)), counted[:, None], weights.to(padded)
+    corners, weight, matrix = (
+        torch.stack(_corners(padded)),
+        pixel_weights[:, None],
+        weights.to(padded),
+    )
     is_product = torch.zeros(len(padded), dtype=torch.bool)
     if padded.device.type == "cpu" and 1 < len(weights) <= _MAX_PRODUCTS:
         is_product = padded.flatten(1).amin(1) > _LOWEST_LOGIT
@@ -383,7 +394,7 @@ def _sum_piece(
         by_corner = (matrix.T @ probabilities.flatten(1)).view(corners.shape)
     elif is_product.any():
         # The result of a head must not depend on the other heads of its piece.
-        parts = [_sum_piece(head[None], counted, weights) for head in padded]
+        parts = [_sum_piece(head[None], pixel_weights, weights) for head in padded]
         return torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts], 1)
     else:
         # A softmax on a GPU is up to four times as fast if classes are adjacent in memory.

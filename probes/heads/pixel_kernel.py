@@ -17,7 +17,7 @@ _PIXELS_OF_PROGRAM = 1024
 
 def sum_with_kernel(
     padded: Float[Tensor, "heads classes batch tall wide"],
-    counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
+    pixel_weights: Float[Tensor, "pixels batch cell_rows cell_cols"],
     weights: Float[Tensor, "pixels 4"],
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
     """Sum the log-normalisers of upsampled logits for each head, and compute the gradients.
@@ -27,8 +27,8 @@ def sum_with_kernel(
     Args:
         padded: Logits of the patches in float32. The patches at the edge of the grid are repeated
             once beyond it.
-        counted: Weight of each pixel of each cell in the sum. A cell is the area between four patch
-            centers.
+        pixel_weights: Weight of each pixel of each cell in the sum. A cell is the area between four
+            patch centers.
         weights: Bilinear weights of the four patches at the corners of a cell, for each of its
             pixels.
 
@@ -38,7 +38,11 @@ def sum_with_kernel(
         not added up.
     """
     heads, classes, images, tall, wide = padded.shape
-    padded, counted, weights = padded.contiguous(), counted.contiguous(), weights.to(padded)
+    padded, pixel_weights, weights = (
+        padded.contiguous(),
+        pixel_weights.contiguous(),
+        weights.to(padded),
+    )
     cells = images * (tall - 1) * (wide - 1)
     sums = padded.new_empty(heads, cells)
     by_corner = padded.new_empty(4, heads, classes, images, tall - 1, wide - 1)
@@ -48,8 +52,8 @@ def sum_with_kernel(
     # Triton starts kernels on the current device.
     with torch.cuda.device_of(padded):
         _kernel[(triton.cdiv(cells, cells_of_program), heads)](
-            padded, counted, weights, sums, by_corner, len(weights), classes, images, tall, wide,
-            cells_of_program, pixels_in_registers,
+            padded, pixel_weights, weights, sums, by_corner, len(weights), classes, images, tall,
+            wide, cells_of_program, pixels_in_registers,
         )  # fmt: skip
     return sums.sum(1), by_corner
 
@@ -72,7 +76,7 @@ def _upsample(logits, corners, wide, is_cell, w0, w1, w2, w3):
 # Without this option, Triton compiles again for values that are 1 or multiples of 16.
 @triton.jit(do_not_specialize=["pixels", "classes", "images", "tall", "wide"])
 def _kernel(
-    padded, counted, weights, sums, by_corner,
+    padded, pixel_weights, weights, sums, by_corner,
     pixels, classes, images, tall, wide,
     cells_of_program: tl.constexpr, pixels_in_registers: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +94,7 @@ def _kernel(
     w2 = tl.load(weights + 4 * pixel + 2, is_pixel, 0.0)[None]
     w3 = tl.load(weights + 4 * pixel + 3, is_pixel, 0.0)[None]
     exists = is_cell[:, None] & is_pixel[None]
-    weight = tl.load(counted + pixel[None] * cells + cell[:, None], exists, 0.0)
+    weight = tl.load(pixel_weights + pixel[None] * cells + cell[:, None], exists, 0.0)
 
     # The sum of exponentials is relative to the largest logit so far.
     first = padded + head * classes * images * tall * wide

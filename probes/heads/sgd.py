@@ -222,7 +222,7 @@ class StepTraining(Training):
 
         # Train all heads on the same shuffled batches.
         optimizer, schedule = self.optimizer_and_schedule()
-        bank = LinearHeads.initialize(
+        heads = LinearHeads.initialize(
             standardization if spec.standardize else standardization.identity(),
             num_values=len(self.values),
             classes=spec.classes,
@@ -230,7 +230,7 @@ class StepTraining(Training):
         )
         states, done = [OptimizerState(), OptimizerState()], state.get("step", 0)
         if done:
-            bank.weight, bank.bias = (part.to(spec.device) for part in state["parameters"])
+            heads.weight, heads.bias = (part.to(spec.device) for part in state["parameters"])
             states = [{k: v.to(spec.device) for k, v in old.items()} for old in state["optimizer"]]
         peak = torch.tensor(self.values, device=spec.device)
         by_epoch = shuffled_batches(entries, self.batch_size, epochs=self.epochs, seed=spec.seed)
@@ -238,9 +238,9 @@ class StepTraining(Training):
         name = f"heads of layers {sources[0][-1]} to {sources[-1][-1]}"
         for step, batch in enumerate(progress(read(steps[done:]), name, len(steps) - done), done):
             x = concatenate_layers(batch.features, len(sources))
-            _, gradients = bank.loss_and_gradients(x, spec.loss, spec.targets(batch))
+            _, gradients = heads.loss_and_gradients(x, spec.loss, spec.targets(batch))
             rates = peak * schedule.factor(step, len(steps))
-            update_heads(optimizer, bank.parameters, gradients, states, rates, step + 1)
+            update_heads(optimizer, heads.parameters, gradients, states, rates, step + 1)
             if journal and journal.is_due():
                 journal.replace(
                     {
@@ -248,13 +248,13 @@ class StepTraining(Training):
                         "batches": len(batches),
                         "statistics": vars(statistics),
                         "step": step + 1,
-                        "parameters": list(bank.parameters),
+                        "parameters": list(heads.parameters),
                         "optimizer": states,
                     }
                 )
         return TrainedHeads(
             tuple(sources),
-            *bank.fold_standardization(),
+            *heads.fold_standardization(),
             constant_channels=standardization.constant_channels(),
             seconds=time.monotonic() - start,
         )
@@ -414,7 +414,7 @@ class LinearHeads:
         The gradients are in the order of `self.parameters`. Loss and gradients are zero for a batch
         without labels. `targets` are the labels of the batch.
         """
-        share = 1 / targets.counted.sum().clamp(min=1)
+        share = 1 / targets.pixel_weights.sum().clamp(min=1)
         losses = torch.zeros_like(self.bias[..., 0])
         weight_gradient, bias_gradient = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
         for sources, images in self._pieces(features):

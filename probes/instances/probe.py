@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from probes.features.image import is_constant
-from probes.features.stream import batches, images_per_pass, read_ahead
+from probes.features.stream import batched, images_per_pass, read_ahead
 from probes.features.training_images import resize_bicubic
 from probes.instances.ranking import (
     Indices,
@@ -76,7 +76,7 @@ _GREEN, _RED, _GREY, _BLACK = "#28dc3c", "#ff463c", "#a0a0a0", "#000000"
 
 JpegQuality = Annotated[int, Bounds(1, 95)]
 LayerFacet = tuple[int, Facet]
-Pixels3 = UInt8[np.ndarray, "_height _width 3"]
+RGBImage = UInt8[np.ndarray, "_height _width 3"]
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Instances(Probe):
         images = self.split(context.dataset)
         descriptors, annotations = self._encode(context, images)
         queries, database = self._find_queries(images, annotations)
-        drawn = self._draw_queries(images, queries) if self.panels else []
+        drawn = self._select_figure_queries(images, queries) if self.panels else []
         thumbnails = Thumbnails(self, images)
         for (layer, facet), vectors in descriptors.items():
             unit = unit_vectors(vectors).to(context.device)
@@ -295,7 +295,7 @@ class Instances(Probe):
 
     # One pass over the images.
 
-    def make_views(self, image: Pixels3) -> list[Pixels3]:
+    def make_variants(self, image: RGBImage) -> list[RGBImage]:
         """Return a list with an image and its modified copies, in the order of `copy_names`.
 
         Copies are made only if `protocol` is "copies".
@@ -326,16 +326,16 @@ class Instances(Probe):
         def prepare(sample: Sample) -> tuple[Sample, list[Float[Tensor, "3 _height _width"]]]:
             pixels = [
                 resize_bicubic(view, *self._input_size(view.shape, scale, native, patch_size))
-                for view in self.make_views(sample.image)
+                for view in self.make_variants(sample.image)
                 for scale in self.scales
             ]
             # Only a single pixel of the image is kept, so that the other pixels are freed.
             return replace(sample, image=sample.image[:1, :1]), pixels
 
-        read = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
+        read = read_ahead(images, range(len(images)), prepare, num_workers=self.num_workers)
         shown = context.progress(read, f"{images.name} images", len(images))
         first = 0
-        for batch in batches(shown, self.batch_size):
+        for batch in batched(shown, self.batch_size):
             annotations += [(sample.search, sample.label) for sample, _ in batch]
             # Images of the same size are encoded together.
             by_size = defaultdict(list)
@@ -345,11 +345,11 @@ class Instances(Probe):
                     by_size[one.shape[1:]].append((row, sample.image_id, one))
             for (height, width), items in by_size.items():
                 side = math.isqrt(height * width)
-                for some in batches(items, images_per_pass(self.batch_size, side, context.device)):
+                for some in batched(items, images_per_pass(self.batch_size, side, context.device)):
                     rows, ids, pixels = zip(*some, strict=True)
                     for layer, features in extractor(torch.stack(pixels), ids).items():
                         for facet in self.facets:
-                            vectors = describe(features, facet).cpu() / len(self.scales)
+                            vectors = compute_descriptors(features, facet).cpu() / len(self.scales)
                             if (layer, facet) not in descriptors:
                                 shape = (len(images) * num_views, vectors.shape[1])
                                 descriptors[layer, facet] = torch.zeros(shape)
@@ -428,7 +428,7 @@ class Instances(Probe):
             hint=("data.limit=null", "or", "data.limit=null", "data.first=200"),
         )
 
-    def _draw_queries(self, images: ImageSet, queries: Sequence[Query]) -> list[int]:
+    def _select_figure_queries(self, images: ImageSet, queries: Sequence[Query]) -> list[int]:
         """Choose queries for the figures, spread over the dataset, and return their indices."""
         num_views = 1 + len(self.copy_names)
         names = [f"{images.ids[query.row // num_views]}\n{query.row}" for query in queries]
@@ -531,7 +531,7 @@ class Thumbnails:
         """
         index, view = divmod(row, 1 + len(self._probe.copy_names))
         if row not in self._by_row:
-            image = self._probe.make_views(self._images[index].image)[view]
+            image = self._probe.make_variants(self._images[index].image)[view]
             self._by_row[row] = Image.fromarray(image).resize(tile_size(image.shape))
         framed = np.asarray(ImageOps.expand(self._by_row[row], _FRAME, colour))
         copy = self._probe.copy_names[view - 1] if view else ""
@@ -539,7 +539,9 @@ class Thumbnails:
         return Picture(framed, (title, note), height=framed.shape[0]).tile()
 
 
-def describe(features: Mapping[Facet, Tensor], facet: Facet) -> Float[Tensor, "batch dim"]:
+def compute_descriptors(
+    features: Mapping[Facet, Tensor], facet: Facet
+) -> Float[Tensor, "batch dim"]:
     """Return the descriptors (feature vectors) of a batch of images from the features of a block.
 
     `facet` is the kind of descriptor, such as "cls_gem".
@@ -561,7 +563,7 @@ def generalised_mean(patches: Float[Tensor, "batch patches dim"]) -> Float[Tenso
     return patches.clamp(min=GEM_SMALLEST).pow(GEM_POWER).mean(1).pow(1 / GEM_POWER)
 
 
-def jpeg_copy(image: Pixels3, quality: int) -> Pixels3:
+def jpeg_copy(image: RGBImage, quality: int) -> RGBImage:
     """Compress an image as JPEG with the given quality (1 to 95), and return the decoded copy."""
     data = simplejpeg.encode_jpeg(
         np.ascontiguousarray(image), quality=quality, colorspace="RGB", colorsubsampling="420"
@@ -569,7 +571,7 @@ def jpeg_copy(image: Pixels3, quality: int) -> Pixels3:
     return simplejpeg.decode_jpeg(data, colorspace="RGB")
 
 
-def crop_copy(image: Pixels3, area: float) -> Pixels3:
+def crop_copy(image: RGBImage, area: float) -> RGBImage:
     """Crop the centre of an image, and enlarge the crop to the size of the image.
 
     `area` is the area of the crop relative to the image.

@@ -295,7 +295,7 @@ def otsu_threshold(tokens: Float[Tensor, "tokens dim"]) -> Float[Tensor, ""]:
     return middles[between.argmax()].float()
 
 
-def lost(
+def discover_with_lost(
     features: Float[Tensor, "rows cols dim"],
     grid: PatchGrid,
     cut: Cut = REFERENCE,
@@ -325,7 +325,7 @@ def lost(
     Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4, and object_discovery.py of
     https://github.com/valeoai/LOST/tree/fcedbec. The authors' `torch.argsort` is not stable, so
     their order of patches of equal degree depends on the CPU. Their code fails if the features of
-    the seed are zero. In this case, `lost` returns an object of one patch.
+    the seed are zero. In this case, `discover_with_lost` returns an object of one patch.
     """
     tokens, tau = cut.graph_tokens(features, grid)
     shape = cut.graph_shape(grid)
@@ -363,7 +363,7 @@ def lost(
     )
 
 
-def maskcut(
+def discover_with_maskcut(
     features: Float[Tensor, "rows cols dim"],
     grid: PatchGrid,
     cut: Cut = REFERENCE,

@@ -17,8 +17,8 @@ R = TypeVar("R")
 
 DEGENERATE_GAP = 1e-5
 _ACCEPTED_ANGLE = 1e-5
-_CONVERGED = 1e-7
-_REFINED = 1e-6
+_RESIDUAL_TOLERANCE = 1e-7
+_REFINEMENT_TOLERANCE = 1e-6
 # The dense solver is faster for graphs of at most this many tokens.
 _DENSE_TOKENS = 64
 _MAX_PRODUCTS = 240
@@ -158,7 +158,7 @@ class FiedlerVector:
             1. The sign is chosen so that the first entry of largest magnitude is positive.
         eigenvalue: lambda_2, in [0, 2].
         gap: lambda_3 - lambda_2. It is 0 if there is no third eigenvalue.
-        certificate: Upper bound of the error: the angle between the computed and the exact D^1/2 y,
+        error_bound: Upper bound of the error: the angle between the computed and the exact D^1/2 y,
             in radians.
         degenerate: Whether the gap is so small that the vector depends on rounding errors.
     """
@@ -166,7 +166,7 @@ class FiedlerVector:
     vector: Float64[np.ndarray, " tokens"]
     eigenvalue: float
     gap: float
-    certificate: float
+    error_bound: float
     degenerate: bool
 
     @classmethod
@@ -194,7 +194,7 @@ class FiedlerVector:
             vector=scaled * np.sign(scaled[np.argmax(abs(scaled))]),
             eigenvalue=1 - value,
             gap=gap,
-            certificate=min(residual / gap, np.pi / 2) if gap > 0 else np.pi / 2,
+            error_bound=min(residual / gap, np.pi / 2) if gap > 0 else np.pi / 2,
             degenerate=gap < DEGENERATE_GAP,
         )
 
@@ -225,7 +225,7 @@ def solve(graph: Graph) -> FiedlerVector:
     The method is Lanczos with deflation and full reorthogonalisation. It usually needs 12 to 60
     products of the link matrix with a vector. The iteration starts from two vectors, because it can
     then find a double eigenvalue, whose gap is 0. The last product is computed in float64. The
-    bound on the vector's error (`certificate`) therefore includes the rounding errors of earlier
+    bound on the vector's error (`error_bound`) therefore includes the rounding errors of earlier
     products. If this bound is not small enough, `solve_dense` solves the graph again.
 
     Source: Equation 3 of TokenCut, https://arxiv.org/abs/2202.11539. The band form of Lanczos is by
@@ -245,7 +245,7 @@ def solve(graph: Graph) -> FiedlerVector:
         return FiedlerVector.from_eigenpair(graph, vector, value, gap=0.0, residual=0.0)
     if len(trivial) > _DENSE_TOKENS:
         found = _solve_lanczos(graph)
-        if found.certificate < _ACCEPTED_ANGLE:
+        if found.error_bound < _ACCEPTED_ANGLE:
             return found
     return solve_dense(graph)
 
@@ -319,7 +319,7 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
         if count >= _PRODUCTS_BEFORE_TESTS and (count % 2 == 0 or count == limit):
             values, vectors = np.linalg.eigh(projection[:count, :count])
             residual_norm = np.linalg.norm(projection[count : count + 2, :count] @ vectors[:, -1])
-            if residual_norm < max(_CONVERGED * float(values[-1] - values[-2]), 1e-10):
+            if residual_norm < max(_RESIDUAL_TOLERANCE * float(values[-1] - values[-2]), 1e-10):
                 break
     basis = rows[1 : 1 + len(values)]
 
@@ -338,7 +338,7 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     gap = float(values[-1] - values[-2])
     product, value, residual = compute_residual(vectors[:, -1] @ basis)
     for _ in range(_MAX_REFINEMENTS):
-        if np.linalg.norm(residual) < _REFINED * gap:
+        if np.linalg.norm(residual) < _REFINEMENT_TOLERANCE * gap:
             break
         inside = vectors.T @ (basis @ residual)
         inside[:-1] *= values[:-1] / (values[:-1] - value)

@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from probes.features.journal import Journal
 from ssl_bench.data.samples import Sample
 
-Cell = dict[str, Any]
+FoundObjects = dict[str, Any]
 """The objects that were found in one image with one block and one facet (kind of feature)."""
 
 
@@ -45,7 +45,7 @@ class ImageResult:
     num_boxes: int | None
     largest_box: float
     grid: tuple[int, int]
-    cells: dict[str, Cell]
+    cells: dict[str, FoundObjects]
     size: tuple[int, int]
     true_boxes: list[list[float]] | None = None
     pixels: int = 0
@@ -77,7 +77,7 @@ class ImageResult:
             yield unpack_mask(mask, self.grids.get(cell, self.grid))
 
 
-def cell_name(layer: int, facet: str) -> str:
+def layer_facet_name(layer: int, facet: str) -> str:
     """Return the name of a layer and facet (kind of feature) in `ImageResult`, such as "11/key"."""
     return f"{layer}/{facet}"
 

@@ -18,9 +18,9 @@ from ssl_bench.data.splits import sample_ids
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import figure_file_name
 
-FOUND = (255, 0, 255)
-FURTHER = (255, 160, 0)
-GROUND_TRUTH = (64, 224, 64)
+FOUND_COLOUR = (255, 0, 255)
+FURTHER_COLOUR = (255, 160, 0)
+GROUND_TRUTH_COLOUR = (64, 224, 64)
 LEGEND = "magenta: found box, orange: further boxes, green: ground truth, dark: no object"
 _TILES_PER_ROW = 8
 # Colours of the background and of the objects in a saved mask.
@@ -207,8 +207,11 @@ def draw_boxes(
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
     width = _line_width(image)
-    below = [*((box, GROUND_TRUTH) for box in true), *((box, FURTHER) for box in further)]
-    for box, colour in [*below, (found, FOUND)]:
+    below = [
+        *((box, GROUND_TRUTH_COLOUR) for box in true),
+        *((box, FURTHER_COLOUR) for box in further),
+    ]
+    for box, colour in [*below, (found, FOUND_COLOUR)]:
         x0, y0, x1, y1 = (int(edge) for edge in box)
         if x1 > x0 and y1 > y0:
             pen.rectangle((x0, y0, x1 - 1, y1 - 1), outline=colour, width=width)
@@ -228,7 +231,7 @@ def outline_object(
     core = np.empty_like(inside)
     scipy.ndimage.binary_erosion(inside, iterations=width, output=core)
     rim = (inside & ~core)[..., None]
-    return np.where(rim, np.array(GROUND_TRUTH, np.uint8), image)
+    return np.where(rim, np.array(GROUND_TRUTH_COLOUR, np.uint8), image)
 
 
 def _line_width(image: UInt8[np.ndarray, "height width 3"]) -> int:

@@ -20,11 +20,18 @@ from PIL import Image
 from torch import Tensor
 
 from probes.features.journal import Journal
-from probes.features.stream import batches, fetch_finite, read_ahead
+from probes.features.stream import batched, fetch_and_check, read_ahead
 from probes.pictures import save_sheet
-from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover, lost, maskcut
+from probes.tokencut.cuts import (
+    Cut,
+    Discovery,
+    PatchGrid,
+    discover,
+    discover_with_lost,
+    discover_with_maskcut,
+)
 from probes.tokencut.eigensolver import map_graphs
-from probes.tokencut.log import DiscoveryLog, ImageResult, cell_name
+from probes.tokencut.log import DiscoveryLog, ImageResult, layer_facet_name
 from probes.tokencut.pictures import (
     draw_panel,
     draw_sheets,
@@ -56,7 +63,7 @@ from ssl_bench.system.files import write_atomically
 from ssl_bench.system.output import escape_unprintable
 
 TOKENS_PER_BATCH = 8192
-_DECODERS = 4
+_NUM_WORKERS = 4
 _WAITING_PIXELS = 64_000_000
 """Maximum number of decoded pixels that wait for other images of the same shape (192 MB)."""
 # Version of the log's format. Increase it when the entries of older logs become invalid.
@@ -195,7 +202,7 @@ class TokenCut(Cut, Probe):
         folder, panel_ids = Path(self.folder), sample_ids(images.ids, self.panels)
         figures: dict[str, Sequence[int]] = {}
         for layer, facet in itertools.product(layers, self.facets) if panel_ids else []:
-            cell = cell_name(layer, facet)
+            cell = layer_facet_name(layer, facet)
             panels = [panel_path(folder, cell, image_id) for image_id in panel_ids]
             figures |= {path.as_posix(): [layer] for path in (sheet_path(folder, cell), *panels)}
         return figures
@@ -239,12 +246,12 @@ class TokenCut(Cut, Probe):
             CheckpointError: The encoder returns NaN for an image.
         """
         images = self.split(context.dataset)
-        cells = [cell_name(*cell) for cell in itertools.product(context.layers, self.facets)]
-        own = _Search(self, context, context.artifacts, images, cells)
+        cells = [layer_facet_name(*cell) for cell in itertools.product(context.layers, self.facets)]
+        own = _DiscoveryOutput(self, context, context.artifacts, images, cells)
         # Later probes of the same command share this pass through the encoder if they have the same
         # inputs.
         later = [
-            _Search(probe, context, artifacts, images, cells)
+            _DiscoveryOutput(probe, context, artifacts, images, cells)
             for probe, artifacts in context.later
             if isinstance(probe, TokenCut)
         ]
@@ -282,7 +289,7 @@ class TokenCut(Cut, Probe):
 # One pass over all images.
 
 
-class _Search:
+class _DiscoveryOutput:
     """The results of one probe that searches images for objects: its log and its figures.
 
     Attributes:
@@ -368,17 +375,19 @@ class _Search:
         self.log.add(sample.image_id, result)
 
 
-def _search_images(context: ProbeContext, images: ImageSet, searches: Sequence[_Search]) -> None:
+def _search_images(
+    context: ProbeContext, images: ImageSet, outputs: Sequence[_DiscoveryOutput]
+) -> None:
     """Find the objects of all images for several probes, with one pass through the encoder.
 
     Images are skipped if the results and figures of all probes exist already.
     """
-    probes = [search.probe for search in searches]
+    probes = [output.probe for output in outputs]
     first = probes[0]
     pending = [
         index
         for index, image_id in enumerate(images.ids)
-        if any(search.is_incomplete(image_id) for search in searches)
+        if any(output.is_incomplete(image_id) for output in outputs)
     ]
     if not pending:
         return
@@ -390,7 +399,7 @@ def _search_images(context: ProbeContext, images: ImageSet, searches: Sequence[_
         return *grid.shape, *itertools.chain(*(probe.graph_shape(grid) for probe in probes))
 
     def find_in_batches() -> Iterator[tuple[Sample, list[dict[str, list[Discovery]]]]]:
-        samples = read_ahead(images, pending, first.prepare, workers=_DECODERS)
+        samples = read_ahead(images, pending, first.prepare, num_workers=_NUM_WORKERS)
         largest = TOKENS_PER_BATCH
         for batch in batch_by_shape(samples, shape, max_patches=TOKENS_PER_BATCH):
             if (patches := math.prod(shape(batch[0])[:2])) > largest:
@@ -401,8 +410,8 @@ def _search_images(context: ProbeContext, images: ImageSet, searches: Sequence[_
 
     for sample, objects in context.progress(find_in_batches(), first.method, len(pending)):
         grid = patch_grid(sample, extractor.patch_size)
-        for search, found in zip(searches, objects, strict=True):
-            search.save(sample, found, grid)
+        for output, found in zip(outputs, objects, strict=True):
+            output.save(sample, found, grid)
 
 
 def batch_by_shape(
@@ -463,17 +472,19 @@ def find_in_batch(
     height, width = (extractor.patch_size * side for side in grids[0].shape)
     images = pad_and_stack(samples, (height, width), extractor.encoder.mean)
     features, sums = extractor.extract_unchecked(images)
-    cells = [cell_name(layer, facet) for layer, facets in features.items() for facet in facets]
+    cells = [
+        layer_facet_name(layer, facet) for layer, facets in features.items() for facet in facets
+    ]
     maps = [values for facets in features.values() for values in facets.values()]
-    maps = fetch_finite(extractor, sums, [sample.image_id for sample in samples], maps)
+    maps = fetch_and_check(extractor, sums, [sample.image_id for sample in samples], maps)
 
     def find_objects(
         graph: tuple[TokenCut, Float[Tensor, "rows cols dim"], PatchGrid],
     ) -> list[Discovery]:
         probe, features, grid = graph
         if probe.method == "maskcut":
-            return maskcut(features, grid, probe, num_masks=probe.max_objects)
-        method = lost if probe.method == "lost" else discover
+            return discover_with_maskcut(features, grid, probe, num_masks=probe.max_objects)
+        method = discover_with_lost if probe.method == "lost" else discover
         return [method(features, grid, probe)]
 
     graphs = [
@@ -483,8 +494,8 @@ def find_in_batch(
         for values in maps
     ]
     objects = map_graphs(find_objects, graphs, num_threads=torch.get_num_threads())
-    by_cell = [dict(zip(cells, part, strict=True)) for part in batches(objects, len(cells))]
-    return list(batches(by_cell, len(probes)))
+    by_cell = [dict(zip(cells, part, strict=True)) for part in batched(objects, len(cells))]
+    return list(batched(by_cell, len(probes)))
 
 
 def patch_grid(sample: Sample, patch_size: int) -> PatchGrid:
@@ -525,7 +536,8 @@ def _warn_about_degenerate_blocks(
     blocks = []
     for facet in probe.facets:
         cells = {
-            n: [result.cells[cell_name(n, facet)] for result in results] for n in context.layers
+            n: [result.cells[layer_facet_name(n, facet)] for result in results]
+            for n in context.layers
         }
         percentages = {n: flag_percentages(own)["degenerate_percent"] for n, own in cells.items()}
         if layers := [str(n) for n, percent in percentages.items() if is_degenerate(percent)]:

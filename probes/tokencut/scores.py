@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64, UInt8
 
 from probes.tokencut.cuts import Discovery, PatchGrid
-from probes.tokencut.log import Cell, ImageResult, cell_name, pack_mask
+from probes.tokencut.log import FoundObjects, ImageResult, layer_facet_name, pack_mask
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
@@ -63,7 +63,7 @@ def image_result(
         largest_box=100 * float(areas.max(initial=0)) / (grid.height * grid.width),
         grid=grid.shape,
         cells={
-            cell: _make_cell(found, grid, sample.boxes, truth) for cell, found in objects.items()
+            cell: _pack_objects(found, grid, sample.boxes, truth) for cell, found in objects.items()
         },
         size=(grid.height, grid.width),
         true_boxes=None if sample.boxes is None else true_boxes.tolist(),
@@ -72,19 +72,19 @@ def image_result(
     )
 
 
-def _make_cell(
+def _pack_objects(
     objects: Sequence[Discovery],
     grid: PatchGrid,
     true_boxes: Float64[np.ndarray, "boxes 4"] | None,
     true_mask: UInt8[np.ndarray, "height width"] | None,
-) -> Cell:
+) -> FoundObjects:
     """Convert the objects of one image, block and facet to the format of `ImageResult.cells`.
 
     A facet is a kind of feature, such as keys. If there is a true mask, the first object is a hit
     if its IoU with this mask is at least 0.5.
     """
     first, *others = objects
-    cell: Cell = {
+    cell: FoundObjects = {
         "box": first.box.astype(int).tolist(),
         "mask": pack_mask(first.mask),
         "hit": None if true_boxes is None else is_hit(first.box, true_boxes),
@@ -109,7 +109,7 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
     CorLoc is the percentage of images whose box is a hit. A box is a hit if its IoU with any true
     box is at least 0.5. Degenerate images, whose box is arbitrary, are scored too.
     """
-    cell = cell_name(layer, facet)
+    cell = layer_facet_name(layer, facet)
     scored = [result for result in results if result.num_boxes]
     hits = np.array([result.cells[cell]["hit"] for result in scored])
     true_boxes = [np.array(result.true_boxes, np.float64) for result in scored]
@@ -146,7 +146,7 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
     There is one score for each metric of `OBJECT_SCORES`, such as IoU, averaged over the images.
     All images must have a true mask. `facet` is the kind of feature, such as keys.
     """
-    cells = [result.cells[cell_name(layer, facet)] for result in results]
+    cells = [result.cells[layer_facet_name(layer, facet)] for result in results]
     counts = np.array([cell["object"] for cell in cells], np.int64)
     constant_counts = constant_masks(np.array([result.centre for result in results], np.int64))
     for metric, score in OBJECT_SCORES.items():
@@ -168,12 +168,14 @@ def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> 
 
     This is the only score that needs no ground truth. `facet` is the kind of feature, such as keys.
     """
-    flags = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
+    flags = np.array(
+        [result.cells[layer_facet_name(layer, facet)]["degenerate"] for result in results]
+    )
     value, ci95 = 100 * float(flags.mean()), Share(flags).ci95()
     return Score(layer, facet, "degenerate", value, ci95, len(flags), per_image=flags)
 
 
-def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
+def flag_percentages(cells: Sequence[FoundObjects]) -> dict[str, float]:
     """Return the percentages of images whose found object is unreliable.
 
     "degenerate_percent" counts images whose object is arbitrary. "tied_cutoff_percent" counts

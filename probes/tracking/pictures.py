@@ -14,8 +14,8 @@ from ssl_bench.data.files.images import voc_colours
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.system.files import write_atomically
 
-Pixels = UInt8[np.ndarray, "height width 3"]
-Numbers = UInt8[np.ndarray, "height width"]
+RGBImage = UInt8[np.ndarray, "height width 3"]
+IndexedMask = UInt8[np.ndarray, "height width"]
 
 STRIP_FRAMES = 6
 ANIMATION_FRAMES = 40
@@ -36,7 +36,7 @@ def choose_frames(num_frames: int, count: int) -> list[int]:
 
 
 def draw_overlay(
-    image: Pixels, numbers: Numbers, truth: Numbers | None
+    image: RGBImage, numbers: IndexedMask, truth: IndexedMask | None
 ) -> UInt8[np.ndarray, "_height _width 3"]:
     """Reduce a frame of a video to the height of figures, and colour the objects in it.
 
@@ -61,7 +61,7 @@ def draw_overlay(
     return drawn
 
 
-def save_strip(frames: Sequence[tuple[Pixels, str]], line: str, path: Path) -> None:
+def save_strip(frames: Sequence[tuple[RGBImage, str]], line: str, path: Path) -> None:
     """Save a figure with frames and their titles in two rows, below a line of text."""
     tiles = [Picture(image, (title,), height=image.shape[0]).tile() for image, title in frames]
     half = -(-len(tiles) // 2)
@@ -70,7 +70,7 @@ def save_strip(frames: Sequence[tuple[Pixels, str]], line: str, path: Path) -> N
     )
 
 
-def save_animation(frames: Sequence[Pixels], path: Path) -> None:
+def save_animation(frames: Sequence[RGBImage], path: Path) -> None:
     """Save frames as an animated PNG with 256 colours. The animation repeats forever."""
     height = min(_ANIMATION_HEIGHT, frames[0].shape[0])
     width = max(1, round(frames[0].shape[1] * height / frames[0].shape[0]))
@@ -89,7 +89,7 @@ def save_animation(frames: Sequence[Pixels], path: Path) -> None:
     write_atomically(path, lambda file: file.write(buffer.getvalue()))
 
 
-def save_numbers(numbers: Numbers, path: Path) -> None:
+def save_mask(numbers: IndexedMask, path: Path) -> None:
     """Save a mask as a PNG with the palette of VOC and DAVIS.
 
     The value of a pixel is the number of the object, or 0 for the background.

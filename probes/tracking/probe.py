@@ -17,29 +17,29 @@ import torch.nn.functional as F
 from jaxtyping import Float64, UInt8
 from torch import Tensor
 
-from probes.features.stream import batches, map_ahead
+from probes.features.stream import batched, map_ahead
 from probes.tracking.pictures import (
     ANIMATION_FRAMES,
     STRIP_FRAMES,
     choose_frames,
     draw_overlay,
     save_animation,
-    save_numbers,
+    save_mask,
     save_strip,
 )
 from probes.tracking.propagation import (
     LabelPropagation,
     PatchFeatures,
-    Window,
+    PropagationConfig,
     labels_to_mask,
     shrink_mask,
 )
 from probes.tracking.scores import (
     DECAYS,
     PERCENTAGES,
+    ObjectMask,
     ObjectScores,
-    Outline,
-    outline_objects,
+    split_objects,
     symmetric_ci95,
     video_estimate,
 )
@@ -61,7 +61,7 @@ AREA = "area_ratio"
 _LONG_SIDE_MULTIPLE = 64
 
 LayerFacet = tuple[int, Facet]
-Numbers = UInt8[np.ndarray, "height width"]
+IndexedMask = UInt8[np.ndarray, "height width"]
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Tracking(Probe):
             for layer_facet, result in own.items():
                 results.setdefault(layer_facet, []).append(result)
         for layer_facet, own in results.items():
-            yield from block_scores(layer_facet, own, baselines)
+            yield from score_block(layer_facet, own, baselines)
 
     def _track_video(
         self, context: ProbeContext, extractor: FeatureExtractor, video: Sample, *, is_drawn: bool
@@ -245,19 +245,21 @@ class Tracking(Probe):
         patches = np.searchsorted(numbers, shrink_mask(first, (rows, cols)))
         labels = F.one_hot(torch.from_numpy(patches), len(numbers)).float()
         labels = to_device(labels, context.device)
-        window = Window(self.latest_frames, self.radius, self.neighbours, self.temperature)
-        unmoved = VideoTrack(numbers[1:], first)
+        config = PropagationConfig(
+            self.latest_frames, self.radius, self.neighbours, self.temperature
+        )
+        baseline_track = VideoTrack(numbers[1:], first)
         tracks: dict[LayerFacet, VideoTrack] = {}
         propagations: dict[LayerFacet, LabelPropagation] = {}
         frames = self._encode(context, extractor, video, size)
         for number, (frame, features) in enumerate(frames):
             is_scored = self.truth == "masks" and 0 < number < num_frames - 1
             truth = frame.mask if is_scored else None
-            true = None if truth is None else outline_objects(truth, numbers[1:])
-            unmoved.add_frame(first, true)
+            true = None if truth is None else split_objects(truth, numbers[1:])
+            baseline_track.add_frame(first, true)
             for layer_facet, own in features.items():
                 if number == 0:
-                    propagations[layer_facet] = LabelPropagation(own, labels, window)
+                    propagations[layer_facet] = LabelPropagation(own, labels, config)
                     tracks[layer_facet] = VideoTrack(numbers[1:], first)
                     predicted = first
                 else:
@@ -266,10 +268,10 @@ class Tracking(Probe):
                     predicted = numbers[mask]
                 tracks[layer_facet].add_frame(predicted, true)
                 if self.save_masks or self.truth == "none":
-                    save_numbers(predicted, context.artifacts / self._mask_path(layer_facet, frame))
+                    save_mask(predicted, context.artifacts / self._mask_path(layer_facet, frame))
                 if is_drawn:
                     tracks[layer_facet].add_picture(number, num_frames, frame, truth)
-        if self.truth == "masks" and not unmoved.scores.region:
+        if self.truth == "masks" and not baseline_track.scores.region:
             raise DataError(
                 f"{video.image_id} has no mask to score, because the first and the last frame are "
                 "not scored and no other frame has a mask",
@@ -281,7 +283,7 @@ class Tracking(Probe):
                 heading = f"{context.encoder.name}, block {layer_facet[0]}: {video.image_id}"
                 save_strip(track.strip, heading, context.artifacts / strip)
                 save_animation(track.animation, context.artifacts / animation)
-        return unmoved.result(), {key: track.result() for key, track in tracks.items()}
+        return baseline_track.result(), {key: track.result() for key, track in tracks.items()}
 
     def _encode(
         self,
@@ -304,10 +306,13 @@ class Tracking(Probe):
             return frame, torch.from_numpy(pixels).permute(2, 0, 1)
 
         prepared = map_ahead(
-            prepare, range(len(frames)), workers=self.num_workers, max_ahead=2 * self.num_workers
+            prepare,
+            range(len(frames)),
+            num_workers=self.num_workers,
+            max_ahead=2 * self.num_workers,
         )
         shown = context.progress(prepared, f"tracking {video.image_id}", len(frames))
-        for batch in batches(shown, self.batch_size):
+        for batch in batched(shown, self.batch_size):
             pixels = torch.stack([pixels for _, pixels in batch]).float() / 255
             features = extractor(pixels, [frame.image_id for frame, _ in batch])
             for row, (frame, _) in enumerate(batch):
@@ -358,23 +363,23 @@ class VideoTrack:
         first: Mask of the first frame, with the number of the object at each pixel.
     """
 
-    def __init__(self, objects: UInt8[np.ndarray, " objects"], first: Numbers) -> None:
+    def __init__(self, objects: UInt8[np.ndarray, " objects"], first: IndexedMask) -> None:
         self._objects, self._first, self._last = objects, first, first
         self.scores = ObjectScores()
         self.strip: list[tuple[UInt8[np.ndarray, "height width 3"], str]] = []
         self.animation: list[UInt8[np.ndarray, "height width 3"]] = []
 
-    def add_frame(self, predicted: Numbers, true: Sequence[Outline] | None) -> None:
+    def add_frame(self, predicted: IndexedMask, true: Sequence[ObjectMask] | None) -> None:
         """Store the predicted mask of the next frame, and score it if `true` is given.
 
         `true` contains the true mask and contour of each object.
         """
         self._last = predicted
         if true is not None:
-            self.scores.add_frame(outline_objects(predicted, self._objects), true)
+            self.scores.add_frame(split_objects(predicted, self._objects), true)
 
     def add_picture(
-        self, number: int, num_frames: int, frame: Sample, truth: Numbers | None
+        self, number: int, num_frames: int, frame: Sample, truth: IndexedMask | None
     ) -> None:
         """Draw the frame that was added last, if a figure of the video contains it.
 
@@ -408,7 +413,7 @@ class VideoTrack:
 # Scores of a block.
 
 
-def block_scores(
+def score_block(
     layer_facet: LayerFacet, results: Sequence[VideoResult], baselines: Sequence[VideoResult]
 ) -> Iterator[Score]:
     """Yield the scores of a layer and facet, averaged over the objects of all videos.

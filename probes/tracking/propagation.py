@@ -12,7 +12,7 @@ from torch import Tensor
 from ssl_bench.neighbours import unit_vectors
 
 # Number of patches that are compared in one matrix product. A larger product would contain more
-# pairs of patches that are not needed, because they are further apart than `Window.radius`.
+# pairs of patches that are not needed, because their distance exceeds `PropagationConfig.radius`.
 _QUERIES = 160
 # If a channel varies by less than this share of its maximum, it is constant up to rounding.
 _CONSTANT = 1e-6
@@ -22,7 +22,7 @@ PatchLabels = Float[Tensor, "rows cols channels"]
 
 
 @dataclass(frozen=True)
-class Window:
+class PropagationConfig:
     """Settings for selecting and weighting the earlier patches that determine a patch's label.
 
     Attributes:
@@ -47,18 +47,20 @@ class LabelPropagation:
     Args:
         features: Patch features of the first frame.
         labels: Labels of the patches of the first frame, with one channel for each label.
-        window: Settings that select and weight the patches whose labels are propagated.
+        config: Settings that select and weight the patches whose labels are propagated.
 
     Source: eval_video_segmentation.py of https://github.com/facebookresearch/dino/tree/7c446df5.
     """
 
-    def __init__(self, features: PatchFeatures, labels: PatchLabels, window: Window) -> None:
-        self._window = window
+    def __init__(
+        self, features: PatchFeatures, labels: PatchLabels, config: PropagationConfig
+    ) -> None:
+        self._config = config
         # Patches are compared within slices of rows. This saves most if there are more rows than
         # columns.
         self._is_transposed = features.shape[1] > features.shape[0]
         first, labels = self._arrange(unit_vectors(features)), self._arrange(labels)
-        shape, num_frames = labels.shape, 1 + window.latest_frames
+        shape, num_frames = labels.shape, 1 + config.latest_frames
         # The matrix product is fastest if the patches are adjacent in memory.
         self._features = first.new_empty((num_frames, first.shape[2], *shape[:2]))
         self._labels = labels.new_empty((num_frames, *shape))
@@ -71,11 +73,11 @@ class LabelPropagation:
         The labels and the features are stored, because later frames are compared with them.
         """
         own = self._arrange(unit_vectors(features))
-        count = 1 + min(self._num_propagated, self._window.latest_frames)
-        labels = propagate_labels(own, self._features[:count], self._labels[:count], self._window)
-        if self._window.latest_frames:
+        count = 1 + min(self._num_propagated, self._config.latest_frames)
+        labels = propagate_labels(own, self._features[:count], self._labels[:count], self._config)
+        if self._config.latest_frames:
             # The order of the frames does not matter, so the oldest one is replaced.
-            slot = 1 + self._num_propagated % self._window.latest_frames
+            slot = 1 + self._num_propagated % self._config.latest_frames
             self._features[slot], self._labels[slot] = own.permute(2, 0, 1), labels
         self._num_propagated += 1
         return self._arrange(labels)
@@ -88,35 +90,35 @@ def propagate_labels(
     target: PatchFeatures,
     sources: Float[Tensor, "frames dim rows cols"],
     labels: Float[Tensor, "frames rows cols channels"],
-    window: Window,
+    config: PropagationConfig,
 ) -> PatchLabels:
     """Compute the label of each patch from the labels of the most similar patches near it.
 
-    The label is the weighted mean of the labels of the `window.neighbours` most similar patches. If
+    The label is the weighted mean of the labels of the `config.neighbours` most similar patches. If
     further patches are as similar as the last of these, they are included. To save time and memory,
-    a few rows of patches are compared at a time, and only with rows within `window.radius`.
+    a few rows of patches are compared at a time, and only with rows within `config.radius`.
 
     Args:
         target: Unit vectors of the patches whose labels are computed.
         sources: Unit vectors of the patches in earlier frames.
         labels: Labels of the patches in earlier frames.
-        window: Settings that select and weight the patches whose labels are propagated.
+        config: Settings that select and weight the patches whose labels are propagated.
     """
     rows, cols = target.shape[:2]
     step = max(1, _QUERIES // cols)
     numbers = [torch.arange(side, device=target.device) for side in (rows, cols)]
-    is_far_row, is_far_col = ((n[:, None] - n).abs() > window.radius for n in numbers)
+    is_far_row, is_far_col = ((n[:, None] - n).abs() > config.radius for n in numbers)
     parts = []
     for first in range(0, rows, step):
         own = slice(first, first + step)
-        near = slice(max(0, first - window.radius), first + step + window.radius)
+        near = slice(max(0, first - config.radius), first + step + config.radius)
         excluded = is_far_row[own, None, near, None] | is_far_col[None, :, None]
         parts.append(
             _weighted_labels(
                 target[own].flatten(0, 1) @ sources[:, :, near].flatten(2),
                 labels[:, near],
                 excluded.flatten(0, 1).flatten(1),
-                window,
+                config,
             )
         )
     return torch.cat(parts).unflatten(0, (rows, cols))
@@ -126,7 +128,7 @@ def _weighted_labels(
     similarity: Float[Tensor, "frames queries patches"],
     labels: Float[Tensor, "frames rows cols channels"],
     excluded: Bool[Tensor, "queries patches"],
-    window: Window,
+    config: PropagationConfig,
 ) -> Float[Tensor, "queries channels"]:
     """Return the weighted mean label of the patches that are most similar to each query patch.
 
@@ -137,22 +139,22 @@ def _weighted_labels(
         similarity: Cosine similarities of each query patch with the patches of earlier frames.
         labels: Labels of the patches of earlier frames.
         excluded: Whether a patch is too far from a query patch to be compared with it.
-        window: Settings that select and weight the patches.
+        config: Settings that select and weight the patches.
     """
     # Adding a matrix is ten times as fast as a masked assignment.
     similarity += torch.zeros_like(similarity[0]).masked_fill_(excluded, -torch.inf)
     lines = similarity.unflatten(2, labels.shape[1:3])
     maxima = lines.amax(3).transpose(0, 1)  # queries frames rows
-    k = min(window.neighbours, maxima[0].numel())
+    k = min(config.neighbours, maxima[0].numel())
     best = maxima.flatten(1).topk(k, sorted=False).indices
     frame, row = best // maxima.shape[2], best % maxima.shape[2]
     query = torch.arange(len(best), device=best.device)[:, None]
     values = lines[frame, query, row].flatten(1)
-    least = values.topk(min(window.neighbours, values.shape[1])).values[:, -1]
+    least = values.topk(min(config.neighbours, values.shape[1])).values[:, -1]
     query, frame, row = (maxima >= least[:, None, None]).nonzero(as_tuple=True)
     line, col = (lines[frame, query, row] >= least[query, None]).nonzero(as_tuple=True)
     query, frame, row = query[line], frame[line], row[line]
-    weights = (lines[frame, query, row, col] / window.temperature).exp()
+    weights = (lines[frame, query, row, col] / config.temperature).exp()
     weighted = weights[:, None] * F.pad(labels[frame, row, col], (0, 1), value=1.0)
     sums = weighted.new_zeros((len(maxima), weighted.shape[1])).index_add_(0, query, weighted)
     return sums[:, :-1] / sums[:, -1:]

@@ -25,7 +25,7 @@ BinaryMask = Bool[np.ndarray, "height width"]
 
 
 @dataclass(frozen=True)
-class Outline:
+class ObjectMask:
     """The mask of one object, and its contour for computing the contour accuracy F.
 
     Attributes:
@@ -41,7 +41,7 @@ class Outline:
     band: BinaryMask
 
     @classmethod
-    def from_mask(cls, mask: BinaryMask) -> "Outline":
+    def from_mask(cls, mask: BinaryMask) -> "ObjectMask":
         # The last row and column are their own neighbours.
         padded = np.pad(mask, ((0, 1), (0, 1)), mode="edge")
         contour = (mask != padded[:-1, 1:]) | (mask != padded[1:, :-1]) | (mask != padded[1:, 1:])
@@ -61,7 +61,7 @@ def region_similarity(predicted: BinaryMask, true: BinaryMask) -> float:
     return np.count_nonzero(predicted & true) / union if union else 1.0
 
 
-def contour_accuracy(predicted: Outline, true: Outline) -> float:
+def contour_accuracy(predicted: ObjectMask, true: ObjectMask) -> float:
     """Return the contour accuracy F, the harmonic mean of precision and recall of contour pixels.
 
     Precision is the fraction of the predicted contour that lies in the band around the true
@@ -88,7 +88,7 @@ class ObjectScores:
     region: list[list[float]] = field(default_factory=list)
     contour: list[list[float]] = field(default_factory=list)
 
-    def add_frame(self, predicted: Sequence[Outline], true: Sequence[Outline]) -> None:
+    def add_frame(self, predicted: Sequence[ObjectMask], true: Sequence[ObjectMask]) -> None:
         """Score the predicted masks of all objects in a frame, and store the scores.
 
         Both arguments contain the mask and the contour of each object.
@@ -152,12 +152,12 @@ def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
     return None if math.isnan(margin) else (estimate.value - margin, estimate.value + margin)
 
 
-def outline_objects(
+def split_objects(
     numbers: UInt8[np.ndarray, "height width"], objects: UInt8[np.ndarray, " objects"]
-) -> list[Outline]:
+) -> list[ObjectMask]:
     """Return the mask and the contour of each object in `objects`.
 
     `numbers` contains the number of the object at each pixel. For each object, all pixels with
     other numbers are background.
     """
-    return [Outline.from_mask(numbers == number) for number in objects]
+    return [ObjectMask.from_mask(numbers == number) for number in objects]

@@ -278,17 +278,17 @@ def heads() -> None:
                 ones = torch.ones(12, 384, device=DEVICE)
                 optimizer, _ = training.optimizer_and_schedule()
                 rates = torch.tensor(training.values, device=DEVICE)
-                bank = LinearHeads.initialize(
+                heads = LinearHeads.initialize(
                     Standardization(torch.zeros_like(ones), ones),
                     num_values=len(rates), classes=classes, seed=0,
                 )  # fmt: skip
                 targets = loss.targets(labels, classes, (side, side))
-                heads: Any = (bank, x, loss, targets, optimizer, rates, [{}, {}])
+                inputs: Any = (heads, x, loss, targets, optimizer, rates, [{}, {}])
 
-                def step(heads: Any = heads) -> None:
-                    bank, x, loss, targets, optimizer, rates, states = heads
-                    _, gradients = bank.loss_and_gradients(x, loss, targets)
-                    update_heads(optimizer, bank.parameters, gradients, states, rates, step=1)
+                def step(inputs: Any = inputs) -> None:
+                    heads, x, loss, targets, optimizer, rates, states = inputs
+                    _, gradients = heads.loss_and_gradients(x, loss, targets)
+                    update_heads(optimizer, heads.parameters, gradients, states, rates, step=1)
 
                 save_entry(
                     title, ms=milliseconds(step, 5), heads=12 * len(training.values),

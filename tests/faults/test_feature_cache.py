@@ -50,9 +50,9 @@ def feature_file(folder: Path, name: str = "some") -> FeatureFile:
     return FeatureFile(folder, {"name": name}, tuple(VALUES.shape))
 
 
-def write_values(put: Callable[..., None], scale: float = 1.0) -> None:
+def write_values(store_batch: Callable[..., None], scale: float = 1.0) -> None:
     for layer in range(3):
-        put(layer, range(100), VALUES[layer], torch.full((100,), scale))
+        store_batch(layer, range(100), VALUES[layer], torch.full((100,), scale))
 
 
 def assert_complete(file: FeatureFile) -> None:
@@ -280,9 +280,9 @@ def test_a_full_disk_is_named_before_anything_is_computed(workdir, capsys, monke
 
 
 def test_a_disk_that_others_fill_meanwhile_does_no_harm(small_disk):
-    def fill(put: Callable[..., None]) -> None:
+    def fill(store_batch: Callable[..., None]) -> None:
         fill_up(small_disk)
-        write_values(put, scale=2.0**-126)
+        write_values(store_batch, scale=2.0**-126)
 
     def write() -> None:
         feature_file(small_disk).write(fill)
@@ -297,9 +297,9 @@ def test_processes_with_the_same_id_may_write_the_same_features(tmp_path, monkey
     monkeypatch.setattr(os, "getpid", lambda: 7)
 
     def write(number: int) -> None:
-        def fill(put: Callable[..., None]) -> None:
+        def fill(store_batch: Callable[..., None]) -> None:
             time.sleep(0.003 * (number % 3))
-            write_values(put)
+            write_values(store_batch)
 
         for _ in range(6):
             blocks, _ = feature_file(tmp_path).write(fill)
@@ -326,14 +326,14 @@ def test_only_old_files_of_killed_writers_are_removed(tmp_path):
     orphans = [*tmp_path.iterdir()]
     assert len(orphans) == 2
 
-    def write_another(put: Callable[..., None]) -> None:
+    def write_another(store_batch: Callable[..., None]) -> None:
         living = [path for path in tmp_path.iterdir() if path not in orphans]
         for path in (*orphans, *living):
             os.utime(path, (0, 0))
         feature_file(tmp_path).write(write_values)
         assert not any(path.exists() for path in orphans)
         assert all(path.exists() for path in living)
-        write_values(put)
+        write_values(store_batch)
 
     feature_file(tmp_path, "another").write(write_another)
     assert_complete(feature_file(tmp_path, "another"))

@@ -193,7 +193,7 @@ def test_the_conditioning_probe_decomposes_a_block_with_graying(kind, attention)
         assert parts is not None
         gray = GRAYING[kind](x[None], 0.5)
         after = (gray + block.attn(block.norm1(gray)))[0]
-        torch.testing.assert_close(parts.after_attention(x), after, rtol=0, atol=1e-12)
+        torch.testing.assert_close(parts.apply_attention(x), after, rtol=0, atol=1e-12)
     # Linear attention has no attention matrix.
     assert (parts.heads is not None) == (attention == "softmax")
 

@@ -16,12 +16,12 @@ from torch import nn
 
 from probes.attention.probe import (
     Attention,
-    ImageResult,
-    block_scores,
+    AttentionScores,
     entropy_share,
-    image_result,
     mask_counts,
     mass_masks,
+    score_block,
+    score_image,
     to_colours,
 )
 from probes.attention.recording import AttentionRecorder, attention_weights
@@ -324,7 +324,7 @@ def test_an_image_is_scored_by_its_heads_and_their_mean():
     top[0], left[:, 0] = 0.5, 0.25
     flat += 0.25
 
-    result = image_result(torch.stack([top, left, flat]), truth, 0.6)
+    result = score_image(torch.stack([top, left, flat]), truth, 0.6)
 
     # The left half contains three of the object's seven pixels, and four other pixels.
     assert result.jaccard is not None
@@ -334,14 +334,14 @@ def test_an_image_is_scored_by_its_heads_and_their_mean():
     assert result.entropy.tolist() == pytest.approx([0.5, 0.5, 1])
     assert result.patch_share.tolist() == pytest.approx([1, 0.5, 1])
     assert not result.is_degenerate
-    assert image_result(flat[None], None, 0.6).is_degenerate
-    assert image_result(torch.zeros(1, 2, 2).double(), truth, 0.6).entropy.tolist() == [1]
+    assert score_image(flat[None], None, 0.6).is_degenerate
+    assert score_image(torch.zeros(1, 2, 2).double(), truth, 0.6).entropy.tolist() == [1]
 
 
-def head_results(by_head: np.ndarray) -> list[ImageResult]:
+def head_results(by_head: np.ndarray) -> list[AttentionScores]:
     same = np.full(by_head.shape[1], 0.9)
     return [
-        ImageResult(row, float(row.min()), {"centre box": 10.0}, True, same, same, False)
+        AttentionScores(row, float(row.min()), {"centre box": 10.0}, True, same, same, False)
         for row in by_head
     ]
 
@@ -353,9 +353,9 @@ def test_the_head_of_an_image_is_chosen_on_other_images():
     by_head = by_head.clip(0, 100)
     results = head_results(by_head)
     without_object = {"has_object": False, "entropy": np.array([0.2, 0.35, 0.35])}
-    results[0] = replace(results[0], constant={"centre box": 21.0}, **without_object)
+    results[0] = replace(results[0], baseline_jaccard={"centre box": 21.0}, **without_object)
 
-    scores = {s.metric: s for s in block_scores(4, results, has_truth=True)}
+    scores = {s.metric: s for s in score_block(4, results, has_truth=True)}
 
     order = np.random.default_rng(0).permutation(11)
     expected = np.empty(11)
@@ -381,7 +381,7 @@ def test_the_interval_of_entropy_stays_below_1():
         for value in (0.8, 1.0)
     ]
 
-    (score,) = block_scores(0, [images[0], replace(images[1], is_degenerate=True)], has_truth=False)
+    (score,) = score_block(0, [images[0], replace(images[1], is_degenerate=True)], has_truth=False)
 
     assert score.value == pytest.approx(0.9)
     assert score.ci95 is not None
@@ -394,10 +394,10 @@ def test_the_interval_of_entropy_stays_below_1():
 
 def test_the_baseline_is_the_best_constant_mask_over_all_images():
     first, second = head_results(np.array([[20.0, 40.0], [30.0, 10.0]]))
-    first = replace(first, constant={"centre": 10.0, "whole": 40.0}, jaccard_mean_map=70.0)
-    second = replace(second, constant={"centre": 25.0, "whole": 0.0}, has_object=False)
+    first = replace(first, baseline_jaccard={"centre": 10.0, "whole": 40.0}, jaccard_mean_map=70.0)
+    second = replace(second, baseline_jaccard={"centre": 25.0, "whole": 0.0}, has_object=False)
 
-    scores = {s.metric: s for s in block_scores(0, [first, second], has_truth=True)}
+    scores = {s.metric: s for s in score_block(0, [first, second], has_truth=True)}
 
     details = scores["jaccard_mean_map"].details
     assert details["baseline"] == {"answer": "whole", "value": 20}

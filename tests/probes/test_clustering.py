@@ -17,9 +17,9 @@ from probes.clustering.agreement import (
     ari,
     contingency_table,
     estimate_entropy,
-    few_images_warning,
     image_independent_baselines,
     image_intervals,
+    interval_warnings,
     majority_classes,
     match_clusters,
     miou,
@@ -168,11 +168,11 @@ def test_nine_of_ten_intervals_contain_the_true_agreement(strength):
 def test_intervals_need_three_images_for_each_pair():
     assert image_intervals(draw_labels(images=59)[2]) == {}
     _, _, table = draw_labels(images=60)
-    assert few_images_warning(table, 60) == []
+    assert interval_warnings(table, 60) == []
     assert image_intervals(table)["ami"]
     # With 6 clusters and 5 classes, three images for each of 30 pairs are needed.
     _, _, table = draw_labels(images=89, clusters=6, classes=5)
-    assert "89 images, expected at least 90 for 30 pairs" in few_images_warning(table, 89)[0]
+    assert "89 images, expected at least 90 for 30 pairs" in interval_warnings(table, 89)[0]
 
 
 def test_equal_partitions_are_perfect_and_one_class_has_no_agreement():

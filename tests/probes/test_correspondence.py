@@ -17,18 +17,18 @@ from probes.correspondence import (
     SIDE,
     Correspondence,
     ViewPair,
-    argmax_places,
+    argmax_positions,
     cosine_similarities,
     draw_matches,
     homography,
-    image_generator,
     is_inside,
+    make_image_rng,
     make_warped_pair,
     order_by_category,
     sample_features,
     sample_points,
     sample_warp,
-    soft_argmax_places,
+    soft_argmax_positions,
     transform_points,
     warp_image,
 )
@@ -264,7 +264,7 @@ def test_warped_pixels_and_points_agree(kind):
     size, (row, col) = 224, np.indices((224, 224))
     gradient = np.stack([col, row, 0 * row], -1).astype(np.uint8)
     for image_id in ("a", "b", "c"):
-        generator = image_generator(0, image_id)
+        generator = make_image_rng(0, image_id)
         matrix = sample_warp(kind, size, 0.3, generator)
         points = sample_points(matrix, size, 300, generator)
         target = transform_points(points, matrix)
@@ -282,7 +282,7 @@ def test_warped_pixels_and_points_agree(kind):
 @pytest.mark.parametrize("kind", ["homography", "crop"])
 def test_a_warp_shows_only_a_part_of_the_image(kind):
     for number in range(40):
-        inverse = np.linalg.inv(sample_warp(kind, 100, 0.33, image_generator(number, "a")))
+        inverse = np.linalg.inv(sample_warp(kind, 100, 0.33, make_image_rng(number, "a")))
         corners = transform_points(100 * SQUARE, inverse / inverse[2, 2])
 
         assert (corners > -1e-3).all()
@@ -316,7 +316,7 @@ def test_soft_argmax_equals_that_of_insid3_plus_half_a_patch(sigma, indices):
     # `utils/keypoints.py` of https://github.com/visinf/INSID3 (f1c9622a).
     scores = (torch.arange(70).double() * 37 % 71 / 71).view(1, 2, 5, 7).float()
 
-    found = soft_argmax_places(scores, sigma=sigma, temperature=0.04)
+    found = soft_argmax_positions(scores, sigma=sigma, temperature=0.04)
 
     assert found[0].numpy() == pytest.approx((np.array(indices) + 0.5) / (7, 5), abs=1e-5)
 
@@ -331,7 +331,7 @@ def test_matches_equal_those_of_a_plain_loop_in_float64(sampling):
         torch.from_numpy(x[None]).float() for x in (source, target, points)
     )
     features = sample_features(source_map, places, sampling)
-    found = argmax_places(cosine_similarities(features, target_map))
+    found = argmax_positions(cosine_similarities(features, target_map))
 
     # The cosine does not depend on the lengths of features.
     for point, place in zip(points, found[0].numpy(), strict=True):
@@ -372,12 +372,12 @@ def test_features_that_encode_the_position_find_every_point():
     for image_id in ("a", "b"):
         image = np.zeros((size, size, 3), np.uint8)
         pair = make_warped_pair(Sample(image_id, image), size, 0, Correspondence(num_points=200))
-        generator = image_generator(0, image_id)
+        generator = make_image_rng(0, image_id)
         matrix = sample_warp("homography", size, 0.25, generator)
         target = transform_points(centres * size, np.linalg.inv(matrix)) / size
         points = torch.from_numpy(pair.source[None]).float()
         features = sample_features(encode(centres), points, "bilinear")
-        found = argmax_places(cosine_similarities(features, encode(target)))
+        found = argmax_positions(cosine_similarities(features, encode(target)))
 
         # The largest error is the distance from a corner of a patch to its centre, plus the
         # distortion by the projection to directions.
@@ -389,7 +389,7 @@ def test_features_that_encode_the_position_find_every_point():
 
 def view_pair(truth: Sequence[Sequence[float]], **changed: Any) -> ViewPair:
     view = torch.zeros(3, 8, 8, dtype=torch.uint8)
-    values = {"units": (100.0, 100.0), "reference": 50.0, **changed}
+    values = {"target_size": (100.0, 100.0), "reference_length": 50.0, **changed}
     places = np.array(truth, np.float64)
     return ViewPair("pair", ("a", "b"), (view, view), places, places, **values)
 
@@ -401,11 +401,11 @@ def test_errors_are_measured_in_pixels_of_the_second_image():
     # The errors are 4 and 6 pixels, and the box has 50 pixels.
     assert pair.is_correct(found, [0.07, 0.1, 0.13]).mean(1).tolist() == [0.0, 0.5, 1.0]
     # In an image that is twice as wide as high, the errors are 20 and 10 pixels.
-    wide = view_pair([[0.5, 0.5], [0.5, 0.5]], units=(200.0, 100.0))
+    wide = view_pair([[0.5, 0.5], [0.5, 0.5]], target_size=(200.0, 100.0))
     near = wide.is_correct(np.array([[0.6, 0.5], [0.5, 0.6]]), [0.19, 0.21, 0.39, 0.41])
     assert near.T.tolist() == [[False, False, False, True], [False, True, True, True]]
     # An error of exactly the largest distance is correct. Floats represent these numbers exactly.
-    even = view_pair([[0.5, 0.5]], units=(8.0, 8.0), reference=8.0)
+    even = view_pair([[0.5, 0.5]], target_size=(8.0, 8.0), reference_length=8.0)
     assert even.is_correct(np.array([[0.75, 0.5]]), [0.25, 0.24]).tolist() == [[True], [False]]
 
 

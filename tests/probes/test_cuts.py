@@ -11,8 +11,8 @@ from probes.tokencut.cuts import (
     Cut,
     PatchGrid,
     discover,
-    lost,
-    maskcut,
+    discover_with_lost,
+    discover_with_maskcut,
     object_at_peak,
     run_maskcut,
     split_away_from_corners,
@@ -134,8 +134,8 @@ def test_images_smaller_than_a_patch_have_a_degenerate_box_inside(mask_padding):
         assert found.degenerate
         assert 0 <= found.box[0] < found.box[2] <= width
         assert 0 <= found.box[1] < found.box[3] <= height
-        assert lost(features, grid, cut) is not None
-        assert maskcut(features, grid, cut)
+        assert discover_with_lost(features, grid, cut) is not None
+        assert discover_with_maskcut(features, grid, cut)
 
 
 @pytest.mark.parametrize(("height", "degenerate"), [(32, True), (35, False)])
@@ -147,7 +147,11 @@ def test_an_object_that_is_mostly_padding_is_degenerate(height, degenerate):
     features[3, :, 0] -= 1
     grid, box = PatchGrid(height, 50, 10), [0, 30, 50, height]
 
-    found = [discover(features, grid), lost(features, grid), *maskcut(features, grid)[:1]]
+    found = [
+        discover(features, grid),
+        discover_with_lost(features, grid),
+        *discover_with_maskcut(features, grid)[:1],
+    ]
 
     assert [(list(one.box), one.degenerate) for one in found] == [(box, degenerate)] * 3
     refused = discover(features, grid, Cut(refuse_degenerate=True))
@@ -171,8 +175,8 @@ def pack(masks):
 
 @pytest.mark.parametrize(("seed", "masks"), ORIGINAL_MASKS.items())
 def test_maskcut_finds_the_masks_of_the_official_code(seed, masks):
-    found = maskcut(mosaic(seed), SQUARE, PAPER)
-    turned = maskcut(mosaic(seed).transpose(0, 1), SQUARE, PAPER)
+    found = discover_with_maskcut(mosaic(seed), SQUARE, PAPER)
+    turned = discover_with_maskcut(mosaic(seed).transpose(0, 1), SQUARE, PAPER)
 
     assert pack(one.mask for one in found) == pack(one.mask.T for one in turned) == masks
     assert all(one.box.tolist() == SQUARE.bounding_box(one.mask).tolist() for one in found)
@@ -238,7 +242,7 @@ def test_maskcut_keeps_the_expected_masks_in_each_round(length, rounds, num_mask
 
 
 def test_maskcut_masks_do_not_overlap_and_equal_peaks_are_degenerate():
-    found = maskcut(torch.eye(3)[None], row_grid(3), num_masks=5)
+    found = discover_with_maskcut(torch.eye(3)[None], row_grid(3), num_masks=5)
     vector = np.full(20, -1.0)
     vector[[2, 3, 4, 10]] = 2
     (tied,) = run_maskcut(lambda _: fiedler_vector(vector), row_grid(20), PAPER, 1)
@@ -252,8 +256,8 @@ def test_lost_gives_a_zero_patch_the_lowest_degree():
     features[4, 4] = 0
     two = torch.tensor([[[-1.0, 0.0], [0.0, 0.0], [1.0, 0.1], [1.0, 0.0]]])
 
-    assert lost(features, GRID).box.tolist() == [40, 40, 50, 50]
-    found = lost(two, row_grid(4))
+    assert discover_with_lost(features, GRID).box.tolist() == [40, 40, 50, 50]
+    found = discover_with_lost(two, row_grid(4))
     assert found.mask.tolist() == [[True, False, False, False]]
     assert found.degenerate
 
@@ -262,7 +266,7 @@ def test_lost_joins_at_most_the_given_number_of_candidates():
     # Patches 0, 5 and 1 have the lowest degrees. Patch 1 is similar to the seed, but not patch 5.
     features = torch.tensor([[[1.0, 0], [1, 1], [0, 1], [0, 1], [0, 1], [-1, 1]]])
     for num_candidates, size in ((1, 2), (2, 2), (3, 5)):
-        found = lost(features, row_grid(6), num_candidates=num_candidates)
+        found = discover_with_lost(features, row_grid(6), num_candidates=num_candidates)
         assert np.flatnonzero(found.mask).tolist() == list(range(size))
 
 
@@ -274,15 +278,15 @@ ORIGINAL_BOXES = {4: [0, 0, 40, 30], 23: [0, 20, 60, 80]}
 
 @pytest.mark.parametrize(("seed", "box"), ORIGINAL_BOXES.items())
 def test_lost_finds_the_box_of_the_official_code(seed, box):
-    found = lost(mosaic(seed), SQUARE, num_candidates=20)
-    turned = lost(mosaic(seed).transpose(0, 1), SQUARE, num_candidates=20)
+    found = discover_with_lost(mosaic(seed), SQUARE, num_candidates=20)
+    turned = discover_with_lost(mosaic(seed).transpose(0, 1), SQUARE, num_candidates=20)
 
     assert found.box.tolist() == box
     assert not found.degenerate
     assert not found.tied_cutoff
     assert np.array_equal(turned.mask, found.mask.T)
     for scale in (1e-30, 1e30):
-        scaled = lost(scale * mosaic(seed), SQUARE, num_candidates=20)
+        scaled = discover_with_lost(scale * mosaic(seed), SQUARE, num_candidates=20)
         assert np.array_equal(scaled.mask, found.mask)
 
 
@@ -308,6 +312,6 @@ def test_lost_reports_whether_the_order_of_patches_decides(names, num_candidates
     angles = torch.deg2rad(torch.tensor([ANGLES[name] for name in names.split()]))
     features = torch.stack([angles.cos(), angles.sin()], -1)[None]
 
-    found = lost(features, row_grid(3), num_candidates=num_candidates)
+    found = discover_with_lost(features, row_grid(3), num_candidates=num_candidates)
 
     assert (found.degenerate, found.tied_cutoff) == (degenerate, tied)

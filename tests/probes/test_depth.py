@@ -238,7 +238,7 @@ def relative_errors(heads: Any, features: TrainingDepths) -> list[float]:
     labels, found = features.patches.labels, []
     for index in range(len(heads.weight)):
         predicted = heads.predict(
-            index, features.patches.blocks[index].float(), features.cls[index]
+            index, features.patches.features[index].float(), features.cls[index]
         )
         found.append(float(((predicted - labels).abs() / labels).mean((1, 2, 3)).min()))
     return found
@@ -256,14 +256,14 @@ def test_heads_learn_depth_from_patches_and_from_cls(tmp_path, in_cls):
 def test_standardised_heads_do_not_depend_on_scale_and_offset(tmp_path):
     features = known_depths()
     moved = StoredFeatures(
-        (0, 1), (8 * features.patches.blocks.float() + 3).half(), features.patches.labels
+        (0, 1), (8 * features.patches.features.float() + 3).half(), features.patches.labels
     )
     first, second = (
         train(TrainingDepths(patches, features.cls), tmp_path)
         for patches in (features.patches, moved)
     )
 
-    x = features.patches.blocks[1].float()
+    x = features.patches.features[1].float()
     one = first.predict(1, x, features.cls[1])
     torch.testing.assert_close(
         second.predict(1, 8 * x + 3, features.cls[1]), one, rtol=0.02, atol=0.02

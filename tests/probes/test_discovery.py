@@ -14,7 +14,7 @@ from probes.discovery import (
     METRICS,
     ObjectDiscovery,
     constant_baselines,
-    detection_counts,
+    count_image_detections,
     score_block,
 )
 from probes.tokencut.log import ImageResult
@@ -38,7 +38,7 @@ def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
             given from the most to the least confident.
         num_ranks: Number of ranks.
     """
-    return detection_counts(
+    return count_image_detections(
         np.array(found, np.float64).reshape(-1, 4),
         np.array(range(len(found)) if ranks is None else ranks, np.int64),
         # Boxes may be in any memory order, but pycocotools expects rows.

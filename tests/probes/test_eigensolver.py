@@ -91,13 +91,13 @@ def test_the_vector_equals_the_dense_solution(num_tokens, weighted, tau):
 
 # The last graph has a small gap.
 @pytest.mark.parametrize("features", [clouds(200, 0, spread=1.3), chain(300)])
-def test_the_certificate_bounds_the_true_angle(features, monkeypatch):
+def test_the_error_bound_exceeds_the_true_angle(features, monkeypatch):
     monkeypatch.setattr(eigensolver, "solve_dense", None)
 
     found = second_eigenvector(features, tau=TAU, eps=EPS)
 
     values, vector, degrees = dense_solution(features)
-    assert angle(found.vector, vector, degrees) < found.certificate < 1e-5
+    assert angle(found.vector, vector, degrees) < found.error_bound < 1e-5
     assert found.gap == pytest.approx(values[1] - values[0], rel=1e-3)
 
 
@@ -108,7 +108,7 @@ def test_the_dense_solver_is_used_if_lanczos_does_not_converge(monkeypatch):
 
     found = second_eigenvector(features, tau=TAU, eps=EPS)
 
-    assert found.certificate < 1e-7
+    assert found.error_bound < 1e-7
     assert angle(found.vector, vector, degrees) < 1e-9
 
 

@@ -199,8 +199,8 @@ def position_r2(fitted, choosing, held_out):
         for batch in images.split(2):
             regression.add(batch, part)
     regression.add(held_out, "test")
-    assert regression.fit is not None
-    return regression.fit, torch.cat(regression.r2)
+    assert regression.model is not None
+    return regression.model, torch.cat(regression.r2)
 
 
 def test_only_tokens_that_encode_their_position_predict_it():

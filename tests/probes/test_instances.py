@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from probes.instances.probe import Instances, crop_copy, describe, jpeg_copy
+from probes.instances.probe import Instances, compute_descriptors, crop_copy, jpeg_copy
 from probes.instances.ranking import (
     Query,
     average_precision,
@@ -322,7 +322,7 @@ def test_descriptors_equal_those_of_float64(encoder):
         "cls_gem": np.concatenate([features["cls_normed"].numpy(), gem], 1),
     }
     for facet, vectors in expected.items():
-        assert describe(features, facet).numpy() == pytest.approx(vectors, rel=1e-5)
+        assert compute_descriptors(features, facet).numpy() == pytest.approx(vectors, rel=1e-5)
 
 
 COPIES: dict[str, Any] = {"protocol": "copies", "facet": "cls", "crop_areas": [0.2]}

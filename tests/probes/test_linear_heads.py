@@ -42,7 +42,7 @@ def make_standardization():
     return Standardization(mean, torch.rand(SOURCES, DIM, generator=generator) + 0.5)
 
 
-def make_bank(standardization):
+def make_heads(standardization):
     return LinearHeads.initialize(standardization, num_values=len(RATES), classes=CLASSES, seed=3)
 
 
@@ -88,17 +88,17 @@ def test_training_heads_together_equals_training_them_separately(
 ):
     monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
     standardization = make_standardization()
-    bank, states = make_bank(standardization), [{}, {}]
+    heads, states = make_heads(standardization), [{}, {}]
     optimizer = SGD(weight_decay=DECAY) if momentum else HeadAdamW(DECAY)
-    start = (bank.weight[0, 0].clone(), bank.bias[0, 0].clone())
+    start = (heads.weight[0, 0].clone(), heads.bias[0, 0].clone())
     for step, (features, labels) in enumerate(make_batches(3)):
         targets = loss.targets(labels, CLASSES, GRID)
-        _, gradients = bank.loss_and_gradients(features, loss, targets)
+        _, gradients = heads.loss_and_gradients(features, loss, targets)
         rates = torch.tensor(RATES) / (step + 1)
-        update_heads(optimizer, bank.parameters, gradients, states, rates, step + 1)
+        update_heads(optimizer, heads.parameters, gradients, states, rates, step + 1)
     for source in range(SOURCES):
         for index, rate in enumerate(RATES):
-            found = bank.weight[source, index], bank.bias[source, index]
+            found = heads.weight[source, index], heads.bias[source, index]
             expected = train_separately(
                 source, rate, mode, make_batches(3), standardization, start, **momentum
             )
@@ -108,21 +108,21 @@ def test_training_heads_together_equals_training_them_separately(
 def test_upsampled_logits_of_all_heads_are_never_in_memory_together():
     zeros = torch.zeros(6, DIM)
     scale = Standardization(zeros, zeros + 1)
-    bank = LinearHeads.initialize(scale, num_values=16, classes=21, seed=0)
+    heads = LinearHeads.initialize(scale, num_values=16, classes=21, seed=0)
     labels, loss = torch.randint(0, 21, (1, 64, 64)).to(torch.uint8), UpsampledLoss(16)
     targets = loss.targets(labels, 21, (4, 4))
     with LiveBytes() as memory:
-        bank.loss_and_gradients(torch.randn(6, 1, 4, 4, DIM), loss, targets)
+        heads.loss_and_gradients(torch.randn(6, 1, 4, 4, DIM), loss, targets)
     upsampled_bytes = 6 * 16 * 21 * labels.numel() * 4
     assert memory.peak < upsampled_bytes / 4
 
 
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(SIDE)])
 def test_a_batch_without_labels_has_zero_loss_and_gradient(loss):
-    bank = make_bank(make_standardization())
+    heads = make_heads(make_standardization())
     features, labels = next(make_batches(1))
     targets = loss.targets(torch.full_like(labels, 255), CLASSES, GRID)
-    losses, (weight, bias) = bank.loss_and_gradients(features, loss, targets)
+    losses, (weight, bias) = heads.loss_and_gradients(features, loss, targets)
     assert torch.equal(losses, torch.zeros(SOURCES, len(RATES)))
     assert not weight.any()
     assert not bias.any()

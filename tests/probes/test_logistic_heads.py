@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from probes.features.tiers import StoredFeatures
 from probes.heads import logistic
 from probes.heads.logistic import LogisticRegression as Regression
-from probes.heads.logistic import hessian_inverse, minimise
+from probes.heads.logistic import make_preconditioner, minimise
 from probes.heads.losses import HistogramLoss
 from probes.heads.sgd import HeadSpec
 from tests.support.photographs import silent
@@ -34,8 +34,8 @@ def digit_features():
     layers = np.stack([images[:count], images[:count] @ mixing]).astype(np.float16)
     masks = labels[:count].astype(np.uint8).reshape(NUM_IMAGES, SIDE, SIDE)
     masks[:, 0, 0] = 255
-    blocks = torch.from_numpy(layers).view(2, NUM_IMAGES, SIDE, SIDE, 64)
-    return StoredFeatures((0, 1), blocks, torch.from_numpy(masks))
+    features = torch.from_numpy(layers).view(2, NUM_IMAGES, SIDE, SIDE, 64)
+    return StoredFeatures((0, 1), features, torch.from_numpy(masks))
 
 
 def train_heads(entries, sources=((0,), (1,)), features=None, classes=CLASSES, **changes):
@@ -66,7 +66,7 @@ def test_all_heads_equal_regressions_of_scikit_learn():
     # No head reached the limit of iterations. They stopped at the precision of float32.
     assert heads.unconverged == heads.stalled
     for layer in (0, 1):
-        x = digits.blocks[layer].double()
+        x = digits.features[layer].double()
         fitted, labels = x[entries].flatten(0, 2).numpy(), digits.labels[entries].flatten().numpy()
         for index, c in enumerate(C_VALUES):
             weight, bias = heads.weight[layer, index].double(), heads.bias[layer, index].double()
@@ -83,7 +83,7 @@ def test_heads_of_two_classes_equal_the_regression_of_scikit_learn(monkeypatch, 
     features, entries = digit_features(), torch.arange(NUM_IMAGES)
     is_labelled = torch.isin(features.labels, torch.tensor([1, 7], dtype=torch.uint8))
     labels = torch.where(is_labelled, (features.labels == 7).byte(), 255).byte()
-    x, y = features.blocks[0].double().reshape(-1, 64).numpy(), labels.reshape(-1).numpy()
+    x, y = features.features[0].double().reshape(-1, 64).numpy(), labels.reshape(-1).numpy()
     model, scaled = fit_scikit_learn(x, y, c)
     expected = np.asarray(model.decision_function(scaled(x)))
 
@@ -97,7 +97,7 @@ def test_heads_of_two_classes_equal_the_regression_of_scikit_learn(monkeypatch, 
 def test_heads_that_reach_the_limit_of_iterations_are_counted():
     features = digit_features()
     # With equal features, the frequencies of the classes are the best prediction from the start.
-    features.blocks[1].zero_()
+    features.features[1].zero_()
     heads = train_heads(torch.arange(NUM_IMAGES), features=features, max_iterations=2)
     assert heads.unconverged == (len(C_VALUES), 0)
     assert heads.constant_channels[1] == 64
@@ -157,7 +157,7 @@ def test_the_gradient_is_divided_by_the_curvature_of_each_class(monkeypatch):
     frequencies = torch.tensor([0.7, 0.2, 0.1]).double()
     gradient = torch.randn(2, 12, generator=generator).double()
 
-    product = hessian_inverse((x.T @ x / 50)[None], scale[None], penalty, frequencies)(gradient)
+    product = make_preconditioner((x.T @ x / 50)[None], scale[None], penalty, frequencies)(gradient)
 
     def loss(parameters, head):
         """Return the loss of a head whose weights and biases are given as one vector."""

@@ -84,7 +84,7 @@ def test_a_patch_counts_once_for_its_most_frequent_label():
     # In the four patches, label 0 wins, 1 ties with 2, 255 wins, and 0 ties with 255.
     expected = [[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]]
     assert targets.label_weights[:, 0, 0].tolist() == expected
-    assert targets.counted[0, 0, 0].tolist() == [1, 1, 0, 1]
+    assert targets.pixel_weights[0, 0, 0].tolist() == [1, 1, 0, 1]
 
 
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(4)])
@@ -98,19 +98,19 @@ def random_pieces(side, dtype=torch.float64, scale=3.0):
     generator = torch.Generator().manual_seed(side)
     shape = (HEADS, CLASSES, BATCH, ROWS, COLS)
     logits = scale * torch.randn(shape, generator=generator, dtype=dtype)
-    counted = torch.randint(0, 2, (side**2, BATCH, ROWS + 1, COLS + 1), generator=generator)
-    return logits - logits.amax(1, keepdim=True), counted.to(dtype)
+    pixel_weights = torch.randint(0, 2, (side**2, BATCH, ROWS + 1, COLS + 1), generator=generator)
+    return logits - logits.amax(1, keepdim=True), pixel_weights.to(dtype)
 
 
-def sum_with_autograd(logits, counted):
+def sum_with_autograd(logits, pixel_weights):
     """Compute a weighted sum of upsampled logits' log-sum-exp, and its autograd gradient.
 
-    The log-sum-exp of a pixel is over its classes. `counted` has a weight for each pixel, in the
-    shape [pixels of a cell, images, rows of cells, columns of cells]. A cell is the square between
-    the centres of four neighbouring patches.
+    The log-sum-exp of a pixel is over its classes. `pixel_weights` has a weight for each pixel, in
+    the shape [pixels of a cell, images, rows of cells, columns of cells]. A cell is the square
+    between the centres of four neighbouring patches.
     """
     logits = logits.double().clone().requires_grad_()
-    side = math.isqrt(len(counted))
+    side = math.isqrt(len(pixel_weights))
     flat = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")
     size = (side * flat.shape[-2], side * flat.shape[-1])
     upsampled = F.interpolate(flat, size, mode="bilinear")
@@ -120,42 +120,42 @@ def sum_with_autograd(logits, counted):
     by_pixel = upsampled.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))
     by_pixel = by_pixel.unflatten(0, logits.shape[:2]).permute(4, 6, 0, 1, 2, 3, 5)
     normaliser = by_pixel.flatten(0, 1).logsumexp(2)
-    total = (normaliser * counted.double()[:, None]).transpose(0, 1).flatten(1).sum(1)
+    total = (normaliser * pixel_weights.double()[:, None]).transpose(0, 1).flatten(1).sum(1)
     (gradient,) = torch.autograd.grad(total.sum(), logits)
     return total.detach(), gradient
 
 
 @pytest.mark.parametrize("side", [1, 2, 4, 5, 16])
 def test_normalisers_equal_those_of_all_upsampled_logits(monkeypatch, side):
-    logits, counted = random_pieces(side)
-    expected = sum_with_autograd(logits, counted)
+    logits, pixel_weights = random_pieces(side)
+    expected = sum_with_autograd(logits, pixel_weights)
     for piece_bytes in (1, 20_000, 2**21):
         monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
-        found = summed_logsumexp(logits, counted)
+        found = summed_logsumexp(logits, pixel_weights)
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("side", [4, 14, 16, 32])
 def test_normalisers_are_precise_in_float32(side):
     for scale in (3, 20, 30, 1000):
-        logits, counted = random_pieces(side, torch.float32, scale)
-        total, gradient = summed_logsumexp(logits, counted)
-        expected, expected_gradient = sum_with_autograd(logits, counted)
+        logits, pixel_weights = random_pieces(side, torch.float32, scale)
+        total, gradient = summed_logsumexp(logits, pixel_weights)
+        expected, expected_gradient = sum_with_autograd(logits, pixel_weights)
         torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=2e-6)
         worst = expected_gradient.abs().max().item()
         torch.testing.assert_close(gradient.double(), expected_gradient, atol=2e-6 * worst, rtol=0)
 
 
 def test_sums_of_a_head_do_not_depend_on_others():
-    logits, counted = random_pieces(8, torch.float32)
+    logits, pixel_weights = random_pieces(8, torch.float32)
     logits[1] *= 1e3
-    together = summed_logsumexp(logits, counted)
+    together = summed_logsumexp(logits, pixel_weights)
     for head in range(HEADS):
-        single = summed_logsumexp(logits[head, None], counted)
+        single = summed_logsumexp(logits[head, None], pixel_weights)
         for one, other in zip(single, together, strict=True):
             assert torch.equal(one[0], other[head])
     logits[2, 3, 1, 2, 0] = math.nan
-    with_nan = summed_logsumexp(logits, counted)
+    with_nan = summed_logsumexp(logits, pixel_weights)
     for one, other in zip(with_nan, together, strict=True):
         torch.testing.assert_close(one[:2], other[:2])
     assert with_nan[0][2].isnan()

@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from skimage.filters import threshold_otsu
 
-from probes.tokencut.cuts import Cut, PatchGrid, discover, lost, maskcut, otsu_threshold
+from probes.tokencut.cuts import (
+    Cut,
+    PatchGrid,
+    discover,
+    discover_with_lost,
+    discover_with_maskcut,
+    otsu_threshold,
+)
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import build_vit, save_encoder
 from tests.support.faults import TINY, records
@@ -46,7 +53,9 @@ def test_thresholds_equal_those_of_skimage():
     assert otsu_threshold(torch.ones(5, 4)).isfinite()
 
 
-@pytest.mark.parametrize("find", [discover, lost, lambda *arguments: maskcut(*arguments)[0]])
+@pytest.mark.parametrize(
+    "find", [discover, discover_with_lost, lambda *arguments: discover_with_maskcut(*arguments)[0]]
+)
 def test_an_object_is_found_although_all_patches_are_similar(find):
     features = similar_patches()
     unit = F.normalize(features.flatten(0, 1), dim=1)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torchvision import transforms
 
-from probes.features.stream import batches, images_per_pass, map_ahead
+from probes.features.stream import batched, images_per_pass, map_ahead
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.corruptions import Corruption, corrupt_dataset
@@ -170,12 +170,12 @@ def test_only_a_cpu_encodes_fewer_large_images_together(device, side, expected):
 def test_calls_run_a_limited_number_ahead_and_keep_their_order():
     read, leads, found = [], [], []
     numbers = (read.append(number) or number for number in range(9))
-    for square in map_ahead(lambda number: number**2, numbers, workers=2, max_ahead=3):
+    for square in map_ahead(lambda number: number**2, numbers, num_workers=2, max_ahead=3):
         found.append(square)
         leads.append(len(read) - len(found))
     assert found == [number**2 for number in range(9)]
     assert leads == [3, 3, 3, 3, 3, 3, 2, 1, 0]
-    assert list(batches(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(batched(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_only_features_used_since_the_last_corruption_are_kept(encoder):

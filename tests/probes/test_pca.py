@@ -282,7 +282,7 @@ def test_components_and_variances_equal_those_of_an_svd_in_float64():
     found = projection.apply(tokens[:, None])[:, 0].numpy()
     np.testing.assert_allclose(found * cosines.round(), np.sqrt(200) * left[:, :3], atol=1e-9)
     shares = 100 * singular**2 / (singular**2).sum()
-    np.testing.assert_allclose(projection.explained.numpy(), shares[:3], atol=1e-9)
+    np.testing.assert_allclose(projection.explained_percent.numpy(), shares[:3], atol=1e-9)
     np.testing.assert_allclose(projection.deviations.numpy(), singular[:3] / np.sqrt(200))
     square = np.square(tokens.double().numpy()).sum()
     assert projection.spread == pytest.approx(100 * (singular**2).sum() / square)
@@ -299,8 +299,8 @@ def test_with_fewer_dimensions_than_colours_some_channels_are_grey(dim):
     projection = fit_projection(features.flatten(0, 1))
 
     assert projection.components.shape == (3, dim)
-    assert float(projection.explained.sum()) == pytest.approx(100)
-    assert (projection.explained[filled:] == 0).all()
+    assert float(projection.explained_percent.sum()) == pytest.approx(100)
+    assert (projection.explained_percent[filled:] == 0).all()
     assert (projection.apply(features)[..., filled:] == 0).all()
     assert (colours_of(projection.apply(features))[..., filled:] == 128).all()
 
@@ -311,7 +311,7 @@ def test_constant_features_explain_nothing_and_are_grey():
     projection = fit_projection(features.flatten(0, 1))
 
     assert projection.is_constant
-    assert (projection.explained.sum(), projection.spread) == (0, 0)
+    assert (projection.explained_percent.sum(), projection.spread) == (0, 0)
     assert (colours_of(projection.apply(features)) == 128).all()
 
 

@@ -28,11 +28,11 @@ for side, images in ((1, 2), (3, 1), (4, 2), (14, 1)):
     logits = 3 * torch.randn(2, 5, images, 4, 6, generator=generator)
     logits[1] *= 20
     logits -= logits.amax(1, keepdim=True)
-    counted = torch.rand(side**2, images, 5, 7, generator=generator).round()
+    pixel_weights = torch.rand(side**2, images, 5, 7, generator=generator).round()
     losses._sum_piece = plain
-    expected = losses.summed_logsumexp(logits.double(), counted.double())
+    expected = losses.summed_logsumexp(logits.double(), pixel_weights.double())
     losses._sum_piece = sum_with_kernel
-    found = losses.summed_logsumexp(logits, counted)
+    found = losses.summed_logsumexp(logits, pixel_weights)
     for name, one, other in zip(("sum", "gradient"), found, expected):
         for head in range(2):
             worst = ((one[head] - other[head]).abs().max() / other[head].abs().max()).item()
@@ -60,7 +60,7 @@ def test_the_kernel_compiles_without_spilling_registers(capability, cells, pixel
 
     from probes.heads import pixel_kernel
 
-    pointers = dict.fromkeys(("padded", "counted", "weights", "sums", "by_corner"), "*fp32")
+    pointers = dict.fromkeys(("padded", "pixel_weights", "weights", "sums", "by_corner"), "*fp32")
     numbers = dict.fromkeys(("pixels", "classes", "images", "tall", "wide"), "i32")
     constants = {"cells_of_program": cells, "pixels_in_registers": pixels}
     signature = {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}
@@ -94,7 +94,7 @@ def test_a_gpu_gives_the_loss_of_the_cpu(side):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(7, 21, 3, 9, 8, generator=generator)
     logits -= logits.amax(1, keepdim=True)
-    counted = torch.rand(side**2, 3, 10, 9, generator=generator).round()
-    found = summed_logsumexp(logits.cuda(), counted.cuda())
-    for one, other in zip(found, summed_logsumexp(logits, counted), strict=True):
+    pixel_weights = torch.rand(side**2, 3, 10, 9, generator=generator).round()
+    found = summed_logsumexp(logits.cuda(), pixel_weights.cuda())
+    for one, other in zip(found, summed_logsumexp(logits, pixel_weights), strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)

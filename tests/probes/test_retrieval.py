@@ -65,7 +65,7 @@ def test_scores_equal_a_computation_in_float64(tmp_path, seed, score_size):
 
     images, found = context.dataset.train(), []
     for index in range(len(images)):
-        image, mask = WholeImage().view(images[index], 0, 40)
+        image, mask = WholeImage().make_view(images[index], 0, 40)
         squares = resize_mask(mask, 40, 40).view(5, 8, 5, 8).transpose(1, 2).reshape(25, 64)
         counts = F.one_hot(squares.long().clamp(max=4), 5).sum(1)[:, :4].double()
         found.append((patches(image[None]).half().double(), counts))

@@ -206,7 +206,7 @@ def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp
     rates = [1e-7, 1e-2]
     probe, context = quick_probe(layers_mode=mode, learning_rates=rates), probe_context(tmp_path)
     run = SegmentationRun(probe, context)
-    heads, scores = run.train(run.features()), list(run.scores())
+    heads, scores = run.train(run.features()), list(run.train_and_score())
     confusion, by_image = np.zeros((4, 4), np.int64), np.asarray(scores[-1].per_image)
     for index, sample in enumerate(context.dataset.val()[index] for index in range(7)):
         assert sample.mask is not None

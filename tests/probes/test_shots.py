@@ -203,7 +203,7 @@ def test_samples_of_the_training_images_depend_on_the_seed(root):
     assert one.indices != other.indices
     assert len(set(one.indices)) == 10
     assert len(one.held_out) == 2
-    entries = one.training_entries(2).tolist()
+    entries = one.train_view_indices(2).tolist()
     assert len(entries) == 16
     assert {entry // 2 for entry in entries} == set(range(10)) - one.held_out
     # Each of ten images is held out with a probability of 1/5: 100 of 500 times, with a deviation

@@ -93,22 +93,22 @@ def test_stored_features_are_read_without_a_warning(tmp_path):
     assert isinstance(computed, StoredFeatures)
     assert isinstance(stored, StoredFeatures)
     assert (computed.passes, stored.passes) == (1, 0)
-    assert torch.equal(computed.blocks, stored.blocks)
+    assert torch.equal(computed.features, stored.features)
     assert torch.equal(computed.labels, stored.labels)
-    assert torch.equal(computed.present, stored.present)
+    assert torch.equal(computed.has_label, stored.has_label)
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_batches_have_the_requested_layers_and_entries_in_this_order(tier):
     generator = torch.Generator().manual_seed(0)
-    blocks = torch.randn(3, 4, 2, 2, 6, generator=generator).half()
+    halves = torch.randn(3, 4, 2, 2, 6, generator=generator).half()
     scales, labels = 2 ** torch.arange(12.0).view(3, 4), torch.arange(16).view(4, 2, 2)
-    features = StoredFeatures((2, 5, 7), blocks, labels, scales=scales, tier=tier)
+    features = StoredFeatures((2, 5, 7), halves, labels, scales=scales, tier=tier)
 
     read = features.reader([7, 2], torch.device("cpu"))
     one, other = read([torch.tensor([3, 0]), torch.tensor([1])])
 
-    expected = torch.stack([blocks[n].float() * scales[n].view(4, 1, 1, 1) for n in (2, 0)])
+    expected = torch.stack([halves[n].float() * scales[n].view(4, 1, 1, 1) for n in (2, 0)])
     for batch, entries in ((one, [3, 0]), (other, [1])):
         assert torch.equal(batch.features, expected[:, entries])
         assert torch.equal(batch.labels, labels[entries])
@@ -286,7 +286,7 @@ def test_features_contain_every_view_of_every_image_and_its_labels(tmp_path):
     run = SegmentationRun(quick_probe(views=2, loss="histogram"), probe_context(tmp_path))
     features, training_pass = run.features(), run.training_pass
     for image, number in ((0, 0), (5, 1), (17, 1)):
-        view, mask = WholeImage(2).view(training_pass.images[image], number, 32)
+        view, mask = WholeImage(2).make_view(training_pass.images[image], number, 32)
         expected = training_pass.extractor(view[None])[1]["token"][0].half()
         entry = 2 * image + number
         read = features.reader([1], torch.device("cpu"))

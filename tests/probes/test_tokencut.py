@@ -20,9 +20,9 @@ from probes.pictures import TILE_HEIGHT, draw_tile, shorten
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover
 from probes.tokencut.log import ImageResult, pack_mask, unpack_mask
 from probes.tokencut.pictures import (
-    FOUND,
-    FURTHER,
-    GROUND_TRUTH,
+    FOUND_COLOUR,
+    FURTHER_COLOUR,
+    GROUND_TRUTH_COLOUR,
     draw_panel,
     draw_sheets,
     group_by_outcome,
@@ -355,7 +355,7 @@ def test_deleted_contact_sheets_are_drawn_again_without_a_forward_pass(tmp_path)
 
     assert len(passes) == 1
     assert np.array_equal(*sheets)
-    _, cols = np.nonzero((sheets[0] == FOUND).all(-1))
+    _, cols = np.nonzero((sheets[0] == FOUND_COLOUR).all(-1))
     x0, _, x1, _ = read_log(tmp_path)["a"]["cells"]["2/key"]["box"]
     # Only the box has this colour. The image of 320 x 448 pixels begins after a margin of 4 pixels.
     scale = TILE_HEIGHT / 320
@@ -437,9 +437,9 @@ def test_tiles_show_boxes_and_masks_where_they_are(tmp_path):
     # of the image are enlarged to 144.
     tile = sheet[4 + 18 + 4 + 18 + 4 + 36 :][:144, 4 : 4 + round(56 * 3.6)]
     assert sheet.shape[0] == 4 + 18 + 4 + 18 + 4 + 36 + 144 + 4
-    assert tuple(tile[0, 50]) == tuple(tile[143, 50]) == tuple(tile[70, 0]) == FOUND
-    assert tuple(tile[29, 50]) == tuple(tile[60, 29]) == tuple(tile[60, 85]) == GROUND_TRUTH
-    assert tuple(tile[29, 150]) == FURTHER
+    assert tuple(tile[0, 50]) == tuple(tile[143, 50]) == tuple(tile[70, 0]) == FOUND_COLOUR
+    assert tuple(tile[29, 50]) == tuple(tile[60, 29]) == tuple(tile[60, 85]) == GROUND_TRUTH_COLOUR
+    assert tuple(tile[29, 150]) == FURTHER_COLOUR
     bright = tile.astype(int).sum(2)
     inner = [bright[r + 4 : r + 25, c + 4 : c + 25].mean() for r, c in ((58, 144), (116, 2))]
     assert min(inner) > 250 > 150 > bright[62:84, 95:112].mean()
@@ -460,7 +460,12 @@ def test_image_figures_show_boxes_masks_and_the_eigenvector():
     plain = draw_panel(sample, [Discovery(masks[1], boxes[1])], "title", grid)
 
     framed, highlighted, values = (np.array(tile)[18:, :144] for tile in panels)
-    colours = {(16, 30): FOUND, (80, 100): FURTHER, (4, 70): GROUND_TRUTH, (30, 30): (200,) * 3}
+    colours = {
+        (16, 30): FOUND_COLOUR,
+        (80, 100): FURTHER_COLOUR,
+        (4, 70): GROUND_TRUTH_COLOUR,
+        (30, 30): (200,) * 3,
+    }
     assert {place: tuple(framed[place]) for place in colours} == colours
     bright = np.kron(masks.any(0), np.ones((16, 16)))
     assert np.array_equal(highlighted[..., 0], np.where(bright, 200, 50))
@@ -488,7 +493,7 @@ def test_a_tile_outlines_the_true_object_without_ignored_pixels(tmp_path):
 
     with Image.open(tmp_path / "block03_key.png") as file:
         tile = np.array(file)[4 + 18 + 4 + 18 + 4 + 36 :][:144, 4:]
-    rows, cols = np.nonzero((tile == GROUND_TRUTH).all(-1))
+    rows, cols = np.nonzero((tile == GROUND_TRUTH_COLOUR).all(-1))
     # An image of 40 x 56 pixels is enlarged 3.6 times. The line is two pixels wide.
     assert (rows.min(), rows.max() + 1) == pytest.approx((8 * 3.6, 24 * 3.6), abs=1)
     assert (cols.min(), cols.max() + 1) == pytest.approx((8 * 3.6, 24 * 3.6), abs=1)

@@ -19,15 +19,20 @@ from scipy.ndimage import maximum_filter, minimum_filter
 from scipy.spatial.distance import cdist
 
 from probes.tracking.pictures import choose_frames, draw_overlay, save_animation
-from probes.tracking.probe import Tracking, VideoResult, block_scores
-from probes.tracking.propagation import LabelPropagation, Window, labels_to_mask, shrink_mask
+from probes.tracking.probe import Tracking, VideoResult, score_block
+from probes.tracking.propagation import (
+    LabelPropagation,
+    PropagationConfig,
+    labels_to_mask,
+    shrink_mask,
+)
 from probes.tracking.scores import (
+    ObjectMask,
     ObjectScores,
-    Outline,
     contour_accuracy,
     decay,
-    outline_objects,
     region_similarity,
+    split_objects,
     symmetric_ci95,
     video_estimate,
 )
@@ -43,31 +48,31 @@ from tests.probes.test_attention import perturb
 from tests.support.photographs import context_of, evaluated
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=24, depth=2, num_heads=3)
-DINO = Window(latest_frames=7, radius=12, neighbours=5, temperature=0.1)
+DINO = PropagationConfig(latest_frames=7, radius=12, neighbours=5, temperature=0.1)
 
 
 def dense_labels(
-    features: Sequence[np.ndarray], first: np.ndarray, window: Window
+    features: Sequence[np.ndarray], first: np.ndarray, config: PropagationConfig
 ) -> list[np.ndarray]:
     """Compute the patch labels of every frame from the affinity between all pairs of patches.
 
     Args:
         features: Features of each frame, of shape [rows, cols, dim].
         first: Labels of the first frame, of shape [rows, cols, channels].
-        window: Settings of the label propagation, such as the radius.
+        config: Settings of the label propagation, such as the radius.
     """
     rows, cols = first.shape[:2]
     units = [f.reshape(rows * cols, -1).astype(np.float64) for f in features]
     units = [f / np.linalg.norm(f, axis=1, keepdims=True) for f in units]
     y, x = np.divmod(np.arange(rows * cols), cols)
-    near = np.abs(y[:, None] - y) <= window.radius
-    near &= np.abs(x[:, None] - x) <= window.radius
+    near = np.abs(y[:, None] - y) <= config.radius
+    near &= np.abs(x[:, None] - x) <= config.radius
     labels = [first.reshape(rows * cols, -1).astype(np.float64)]
     for number in range(1, len(units)):
-        used = [0, *range(max(1, number - window.latest_frames), number)]
-        similarities = [units[n] @ units[number].T / window.temperature for n in used]
+        used = [0, *range(max(1, number - config.latest_frames), number)]
+        similarities = [units[n] @ units[number].T / config.temperature for n in used]
         affinity = np.concatenate([np.where(near, np.exp(s), 0) for s in similarities])
-        least = np.sort(affinity, 0)[-min(window.neighbours, len(affinity))]
+        least = np.sort(affinity, 0)[-min(config.neighbours, len(affinity))]
         # In float32, equal features have equal similarities up to rounding.
         affinity[affinity < least * (1 - 1e-12)] = 0
         affinity /= affinity.sum(0)
@@ -111,10 +116,10 @@ def random_video(
 
 
 def propagate(
-    features: Sequence[np.ndarray], first: np.ndarray, window: Window, dtype: torch.dtype
+    features: Sequence[np.ndarray], first: np.ndarray, config: PropagationConfig, dtype: torch.dtype
 ) -> list[np.ndarray]:
     tensors = [torch.from_numpy(own).to(dtype) for own in features]
-    state = LabelPropagation(tensors[0], torch.from_numpy(first).to(dtype), window)
+    state = LabelPropagation(tensors[0], torch.from_numpy(first).to(dtype), config)
     return [first, *(state.propagate(own).numpy() for own in tensors[1:])]
 
 
@@ -128,13 +133,13 @@ def propagate(
     ],
 )
 def test_labels_equal_those_of_the_full_affinity(changes):
-    window = replace(DINO, **changes)
+    config = replace(DINO, **changes)
     for grid in ((5, 9), (9, 5), (1, 1), (3, 140), (40, 7)):
         features, first = random_video(0, grid, 7)
 
-        labels = propagate(features, first, window, torch.float64)
+        labels = propagate(features, first, config, torch.float64)
 
-        for found, expected in zip(labels, dense_labels(features, first, window), strict=True):
+        for found, expected in zip(labels, dense_labels(features, first, config), strict=True):
             np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
@@ -192,7 +197,7 @@ def square(left: int) -> np.ndarray:
     ("shift", "region", "contour"), [(0, 1, 1), (8, 0.852, 1), (9, 0.835, 0.54)]
 )
 def test_a_shifted_square_has_the_scores_of_the_official_code(shift, region, contour):
-    found, true = Outline.from_mask(square(300 + shift)), Outline.from_mask(square(300))
+    found, true = ObjectMask.from_mask(square(300 + shift)), ObjectMask.from_mask(square(300))
 
     assert region_similarity(found.mask, true.mask) == pytest.approx(region, abs=5e-4)
     assert contour_accuracy(found, true) == pytest.approx(contour, abs=5e-3)
@@ -221,12 +226,12 @@ def test_contours_of_random_masks_equal_a_comparison_of_all_pixels():
         # The objects consist of blocks and touch the edges of the image.
         blocks = generator.random((2, 4, 5)) < 0.3
         found, true = (np.kron(mask, np.ones((9, 40))) > 0 for mask in blocks)
-        accuracy = contour_accuracy(Outline.from_mask(found), Outline.from_mask(true))
+        accuracy = contour_accuracy(ObjectMask.from_mask(found), ObjectMask.from_mask(true))
         assert accuracy == pytest.approx(plain_contour_accuracy(found, true))
 
 
 def test_empty_masks_are_correct_only_for_empty_true_masks():
-    empty, full = Outline.from_mask(square(900)), Outline.from_mask(square(300))
+    empty, full = ObjectMask.from_mask(square(900)), ObjectMask.from_mask(square(300))
     for found, true, expected in ((empty, empty, 1), (empty, full, 0), (full, empty, 0)):
         assert region_similarity(found.mask, true.mask) == expected
         assert contour_accuracy(found, true) == expected
@@ -261,7 +266,7 @@ def test_void_pixels_are_background():
     truth[5:10], truth[10:15] = 2, 255
     predicted = np.where(truth == 255, 2, truth)
 
-    found, true = (outline_objects(mask, np.array([2], np.uint8))[0] for mask in (predicted, truth))
+    found, true = (split_objects(mask, np.array([2], np.uint8))[0] for mask in (predicted, truth))
 
     assert region_similarity(found.mask, true.mask) == 0.5
 
@@ -339,10 +344,12 @@ def dense_scores(
     numbers = [0, *sorted(set(np.unique(first).tolist()) - {0})]
     small = resize_nearest(first, grid)
     labels = np.stack([small == number for number in numbers], -1).astype(float)
-    window = Window(probe.latest_frames, probe.radius, probe.neighbours, probe.temperature)
+    config = PropagationConfig(
+        probe.latest_frames, probe.radius, probe.neighbours, probe.temperature
+    )
     masks = [
         np.array(numbers)[dense_mask(frame_labels, encoder.patch_size, first.shape)]
-        for frame_labels in dense_labels(features, labels, window)
+        for frame_labels in dense_labels(features, labels, config)
     ]
     masks[0] = first
     pairs = [
@@ -391,7 +398,7 @@ def test_scores_are_object_means_with_the_first_mask_as_baseline():
     results = video_results(([80.0, 60.0], 2.0), ([40.0], 0.5))
     baseline = video_results(([30.0, 0.0], 1), ([30.0], 1))
 
-    scores = {score.metric: score for score in block_scores((4, "token"), results, baseline)}
+    scores = {score.metric: score for score in score_block((4, "token"), results, baseline)}
 
     score = scores["j_and_f"]
     assert (score.value, score.num_images, score.unit) == (pytest.approx(60), 2, "%")
@@ -405,7 +412,7 @@ def test_scores_are_object_means_with_the_first_mask_as_baseline():
     # The interval of a ratio can be below 0, because a ratio is not a percentage.
     assert scores["area_ratio"].ci95[0] < 0
     unscored = [replace(result, statistics={}) for result in results]
-    (only,) = block_scores((0, "token"), unscored, baseline)
+    (only,) = score_block((0, "token"), unscored, baseline)
     assert only.metric == "area_ratio"
 
 

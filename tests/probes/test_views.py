@@ -40,7 +40,7 @@ def test_squashing_averages_pixels_and_does_not_mirror():
     image = np.zeros((8, 32, 3), np.uint8)
     image[:, 16:, 0] = 200
     image[:, ::4, 1] = 100
-    view, mask = WholeImage().view(Sample("x", image, np.zeros((8, 32), np.uint8)), 0, 8)
+    view, mask = WholeImage().make_view(Sample("x", image, np.zeros((8, 32), np.uint8)), 0, 8)
     assert view.shape == (3, 8, 8)
     assert mask.shape == (8, 32)
     assert view[0, 0, 0] < 0.1 < 0.7 < view[0, 0, 7]
@@ -49,7 +49,7 @@ def test_squashing_averages_pixels_and_does_not_mirror():
 
 
 def test_second_views_of_whole_images_are_mirror_images():
-    plain, mirror = (WholeImage(2).view(make_scene(), number, 16) for number in (0, 1))
+    plain, mirror = (WholeImage(2).make_view(make_scene(), number, 16) for number in (0, 1))
     torch.testing.assert_close(mirror[0], plain[0].flip(-1))
     assert torch.equal(mirror[1], plain[1].flip(-1))
 
@@ -58,7 +58,7 @@ def test_second_views_of_whole_images_are_mirror_images():
 def test_image_and_mask_of_a_crop_show_the_same_region(views):
     # Red shows the half of the image that a pixel comes from. Pixels outside of the image are blue.
     for number in range(views.count):
-        image, mask = views.view(make_scene(), number, 32)
+        image, mask = views.make_view(make_scene(), number, 32)
         red = resize_bilinear(image, *mask.shape)
         is_clear = ((red[0] - 0.5).abs() > 0.1) & (red[2] == 0) & (mask != 255)
         assert is_clear.float().mean() > 0.1
@@ -70,18 +70,24 @@ def test_image_and_mask_of_a_crop_show_the_same_region(views):
 def test_crops_depend_on_number_seed_and_image(kind):
     crops, scene = kind(3, 0), make_scene()
     renamed = replace(scene, image_id="other")
-    (first, _), (same, _) = (crops.view(scene, 0, 16) for _ in range(2))
-    views = crops.view(scene, 1, 16), kind(3, 1).view(scene, 0, 16), crops.view(renamed, 0, 16)
+    (first, _), (same, _) = (crops.make_view(scene, 0, 16) for _ in range(2))
+    views = (
+        crops.make_view(scene, 1, 16),
+        kind(3, 1).make_view(scene, 0, 16),
+        crops.make_view(renamed, 0, 16),
+    )
     assert torch.equal(first, same)
     assert not any(torch.equal(first, image) for image, _ in views)
 
 
 def test_crops_have_the_given_area_or_scale_at_any_place():
-    masks = [ResizedCrops(40, seed=0).view(make_scene(60, 60), n, 16)[1] for n in range(40)]
+    masks = [ResizedCrops(40, seed=0).make_view(make_scene(60, 60), n, 16)[1] for n in range(40)]
     shares = [mask.numel() / 60**2 for mask in masks]
     assert 0.75 < min(shares) < 0.85 < 0.9 < max(shares) <= 1.0
     scaled = ScaledCrops(40, 0, (0.0, 0.0, 0.0))
-    inside = [(scaled.view(make_scene(60, 90), n, 16)[1] != 255).float().mean() for n in range(40)]
+    inside = [
+        (scaled.make_view(make_scene(60, 90), n, 16)[1] != 255).float().mean() for n in range(40)
+    ]
     # At half the scale, an image of 2 : 3 covers 8 x 12 of 16 x 16 pixels. At twice the scale, it
     # covers all pixels.
     assert min(inside) < 0.5
@@ -90,7 +96,7 @@ def test_crops_have_the_given_area_or_scale_at_any_place():
     mask = np.arange(36, dtype=np.uint8).reshape(6, 6)
     sample = Sample("x", np.zeros((6, 6, 3), np.uint8), mask)
     crops = ResizedCrops(400, seed=0, area=(0.25, 0.25), aspect=(1.0, 1.0))
-    first = [int(crops.view(sample, number, 3)[1].min()) for number in range(400)]
+    first = [int(crops.make_view(sample, number, 3)[1].min()) for number in range(400)]
     places = [6 * row + col for row in range(4) for col in range(4)]
     # Each place is expected 25 times, with a deviation of 5.
     assert [first.count(place) for place in places] == pytest.approx([25] * 16, abs=4 * 5)
@@ -100,7 +106,7 @@ def test_crops_have_the_given_area_or_scale_at_any_place():
     ("scene", "shape"), [(make_scene(40, 160), (40, 53)), (make_scene(160, 40), (53, 40))]
 )
 def test_crops_of_long_images_are_central(scene, shape):
-    image, mask = ResizedCrops(1, seed=0).view(scene, 0, 16)
+    image, mask = ResizedCrops(1, seed=0).make_view(scene, 0, 16)
     assert tuple(mask.shape) == shape
     assert float(image[:2].mean((1, 2)).sum()) == pytest.approx(1.0, abs=0.04)
 
