@@ -631,8 +631,8 @@ class Evaluation:
         details |= position_details(self.probe, self.encoder, key.layer)
         if unreadable:
             details["left_out"] = summarize_left_out(unreadable)
-        if self.encoder.contents.epoch is not None:
-            details["epoch"] = self.encoder.contents.epoch
+        if self.encoder.weights_info.epoch is not None:
+            details["epoch"] = self.encoder.weights_info.epoch
         return key.record(
             depth=self.encoder.depth,
             value=score.value,

@@ -36,7 +36,7 @@ from ssl_bench.data.splits import (
     DType,
     ListedDataset,
     apply_shared_values,
-    shared_values,
+    read_shared_values,
 )
 from ssl_bench.errors import (
     BrokenFile,
@@ -520,7 +520,7 @@ def _build_pair(
     ]
     overrides = [*overrides, *adapted]
     config = probing_config(*pair, overrides, root) if adapted else config
-    values = shared_values(config)
+    values = read_shared_values(config)
     # Keys such as `data.limit` and `corrupt` select or change images of the full dataset.
     requested = views.setdefault(f"{key} {values}", apply_shared_values(full, values))
     return PlannedProbe(

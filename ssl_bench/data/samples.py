@@ -53,7 +53,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Search:
+class RetrievalTarget:
     """Ground truth of a search for images of the same object or place as a query image.
 
     Attributes:
@@ -62,14 +62,14 @@ class Search:
             find. No image is both here and in `matches`.
         ignored: Ids of images that count as neither right nor wrong. They are removed from the
             ranking of this search.
-        bystanders: Ids of images that are removed from the rankings of all searches, such as the
+        excluded_ids: Ids of images that are removed from the rankings of all searches, such as the
             queries. Several searches can share this set.
     """
 
     matches: frozenset[str]
     hard_matches: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
-    bystanders: frozenset[str] = frozenset()
+    excluded_ids: frozenset[str] = frozenset()
 
 
 # The base class is `Sequence[Any]`, because a run-time check of the type `Sequence[Sample]` would
@@ -109,8 +109,8 @@ class Sample:
         label: Class number of the whole image.
         pair: Second image with corresponding points.
         depth: Depth of each pixel in metres, or 0 where it is unknown.
-        search: Ground truth of an image search in which this image is the query. None if it is not
-            a query.
+        retrieval_target: Ground truth of an image search in which this image is the query. None if
+            it is not a query.
         frames: All frames of a video whose first frame is this image. An object has the same number
             in the masks of all frames. The mask of a frame without annotation is None.
     """
@@ -122,7 +122,7 @@ class Sample:
     label: int | None = None
     pair: Pair | None = None
     depth: Float32[np.ndarray, "height width"] | None = None
-    search: Search | None = None
+    retrieval_target: RetrievalTarget | None = None
     frames: Frames | None = None
 
 

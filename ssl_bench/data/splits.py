@@ -1,6 +1,7 @@
 """Parse names of splits and lists of images, and apply the config keys of all datasets.
 
-Examples of such keys are `data.limit`, `data.bits` and `corrupt`. `SHARED` lists all of them.
+Examples of such keys are `data.limit`, `data.bits` and `corrupt`. `SHARED_KEY_TYPES` lists all of
+them.
 """
 
 import codecs
@@ -33,7 +34,7 @@ from ssl_bench.errors import ConfigurationError, DataError, escape_braces
 DType = Literal["float32", "float16", "bfloat16"]
 """Names of data types in torch."""
 Limit = Count | None
-SHARED: Mapping[str, Any] = {
+SHARED_KEY_TYPES: Mapping[str, Any] = {
     "data.root": OptionalPath,
     "data.fingerprint": FingerprintKind,
     "data.bits": Bits,
@@ -257,14 +258,14 @@ def _drop_columns(line: str, suffix: str) -> Iterator[str]:
             yield name
 
 
-def shared_values(config: Any) -> dict[str, Any]:
+def read_shared_values(config: Any) -> dict[str, Any]:
     """Return the values of the config keys that all datasets share, such as `data.limit`.
 
-    Keys that the configuration does not contain are left out. `SHARED` lists all keys and their
-    types.
+    Keys that the configuration does not contain are left out. `SHARED_KEY_TYPES` lists all keys and
+    their types.
     """
     values = {}
-    for key, kind in SHARED.items():
+    for key, kind in SHARED_KEY_TYPES.items():
         group, _, name = key.partition(".")
         if group in config:
             values[key] = require_type(key, kind, config[group][name] if name else config[group])

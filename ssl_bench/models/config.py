@@ -143,8 +143,8 @@ class EncoderConfig(ABC):
         num_heads: Number of attention heads, or 0 if there is no attention.
         num_prefix_tokens: Number of tokens before the patches: [CLS] and registers.
         num_registers: Number of registers among the prefix tokens.
-        shape: A `ssl_bench.models.timm_model.Shape` with the width and stride of each block. None
-            if all blocks have the width `dim` and the stride `patch_size`.
+        block_info: A `ssl_bench.models.timm_model.BlockInfo` with the width and stride of each
+            block. None if all blocks have the width `dim` and the stride `patch_size`.
     """
 
     kind: ClassVar[str]
@@ -158,7 +158,7 @@ class EncoderConfig(ABC):
     num_heads: int = 0
     num_prefix_tokens: int = 0
     num_registers: int = 0
-    shape: Any = None
+    block_info: Any = None
 
     @abstractmethod
     def build(self, *, seed: int) -> "EncoderModule":

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.models.timm_model import (
-    Shape,
+    BlockInfo,
     count_heads,
     count_registers,
     native_size,
@@ -51,7 +51,7 @@ class _Stage:
     channels_last: bool
 
 
-def trace_blocks(model: Any) -> Shape:
+def trace_blocks(model: Any) -> BlockInfo:
     """Find the blocks of a timm model in a forward pass over an image of random noise.
 
     A timm model lists its stages in `feature_info`. If all modules of a stage have the same class
@@ -94,7 +94,7 @@ def trace_blocks(model: Any) -> Shape:
             "maps with different orders of axes"
         )
     blocks = [(name, stage) for stage in stages for name in stage.blocks]
-    return Shape(
+    return BlockInfo(
         widths=tuple(stage.width for _, stage in blocks),
         strides=tuple(stage.stride for _, stage in blocks),
         num_heads=count_heads(model.get_submodule(blocks[0][0])),

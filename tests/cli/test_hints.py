@@ -32,7 +32,7 @@ from ssl_bench.composition.compose import (
     list_protocols,
 )
 from ssl_bench.data.corruptions import parse_corruptions
-from ssl_bench.data.splits import shared_values
+from ssl_bench.data.splits import read_shared_values
 from ssl_bench.errors import (
     CheckpointError,
     ConfigurationError,
@@ -269,7 +269,7 @@ def is_legal(root: str, base: Sequence[str], settings: Sequence[str]) -> bool:
         for corruption in corruptions:
             config = compose_config(root, [*chosen, *others, *corruption])
             if root == "probing":
-                shared_values(config)
+                read_shared_values(config)
             for part in {key.partition(".")[0] for key in keys}:
                 if TARGET in (config[part] if isinstance(config[part], dict) else ()):
                     build(config, part)

@@ -60,10 +60,11 @@ def test_a_module_with_registers_but_without_cls_is_pooled():
 
     assert (encoder.num_registers, encoder.num_prefix_tokens, encoder.has_cls) == (1, 1, False)
     assert encoder.fallback_facets == {"cls": "patch_mean", "key": "token"}
-    assert (encoder.contents.epoch, encoder.colours_from) == (0.0, "assumed, ImageNet's")
+    assert encoder.weights_info.epoch == 0.0
+    assert encoder.normalization_source == "assumed, ImageNet's"
     stated = ssl_bench.Encoder.from_module(own_module.own(), mean=0.5, std=(0.1, 0.2, 0.3))
     assert (stated.mean, stated.std) == ((0.5,) * 3, (0.1, 0.2, 0.3))
-    assert (stated.colours_from, stated.contents.epoch) == ("from_module", None)
+    assert (stated.normalization_source, stated.weights_info.epoch) == ("from_module", None)
     assert stated.fallback_facets == {"key": "token"}
 
 
@@ -673,7 +674,8 @@ def test_modules_in_files_use_the_normalisation_of_their_address(tmp_path, monke
 
     assumed, stated = map(ssl_bench.load_encoder, ("mine.py:own", "mean=0.5,std=0.25:mine.py:own"))
 
-    assert (assumed.colours_from, stated.colours_from) == ("assumed, ImageNet's", "the address")
+    assert assumed.normalization_source == "assumed, ImageNet's"
+    assert stated.normalization_source == "the address"
     assert (stated.mean, stated.std) == ((0.5,) * 3, (0.25,) * 3)
 
 

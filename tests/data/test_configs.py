@@ -17,7 +17,7 @@ from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.data.samples import ROLE_ANNOTATIONS, SPLITS_OF_ROLES, Layout
-from ssl_bench.data.sources import SOURCES
+from ssl_bench.data.sources import DATASET_INFOS
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
 
 CONFIGS = Path(__file__).parents[2] / "configs/dataset"
@@ -44,8 +44,8 @@ def test_a_yaml_file_builds_a_dataset_and_opens_no_file(name):
     assert isinstance(dataset, Layout)
     assert dataset.name == name
     assert dataset_of_config(name, None).supports <= ROLE_ANNOTATIONS.keys()
-    if name in SOURCES:
-        assert len(getattr(dataset, "class_names", ())) in (0, SOURCES[name].num_classes)
+    if name in DATASET_INFOS:
+        assert len(getattr(dataset, "class_names", ())) in (0, DATASET_INFOS[name].num_classes)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -24,8 +24,8 @@ from ssl_bench.data.splits import (
     apply_shared_values,
     limit_dataset,
     limit_images,
+    read_shared_values,
     require_disjoint,
-    shared_values,
 )
 from ssl_bench.errors import ConfigurationError
 from tests.support.faults import class_folders, photo_folder, probing, records, voc
@@ -100,7 +100,7 @@ def test_first_images_are_the_leading_ones_under_their_own_name(tmp_path):
 
     def open_images(*more: str):
         config = compose_config("data", [*words, *more])
-        return apply_shared_values(build(config, "dataset"), shared_values(config)).images()
+        return apply_shared_values(build(config, "dataset"), read_shared_values(config)).images()
 
     first, spread = open_images("data.first=2"), open_images("data.limit=2")
     assert (first.ids, first.name) == (("0.jpg", "1.jpg"), "folder-first2")

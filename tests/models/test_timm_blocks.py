@@ -171,7 +171,7 @@ def test_a_torchvision_resnet_gives_its_residual_blocks(tmp_path):
 
     assert (encoder.depth, encoder.num_heads, encoder.dim) == (8, 0, 512)
     assert encoder.position_rule is None
-    assert (len(encoder.contents.ignored), encoder.loaded_keys) == (2, encoder.total_keys - 2)
+    assert (len(encoder.weights_info.ignored), encoder.loaded_keys) == (2, encoder.total_keys - 2)
     images = torch.rand(1, 3, 64, 96)
     with torch.no_grad():
         model(normalise(encoder, images))
@@ -259,7 +259,7 @@ def test_weights_of_sam_with_its_own_names_are_loaded(tmp_path):
     config = {"architecture": "samvit_base_patch16_224", "model_args": SAM}
     encoder = load_encoder(folder_of(tmp_path / "sam", weights | others, config))
     assert_same_weights(encoder.module.get_submodule("model"), model.state_dict())
-    assert encoder.contents.ignored.keys() == others.keys()
+    assert encoder.weights_info.ignored.keys() == others.keys()
 
 
 @pytest.mark.parametrize("has_timm_names", [True, False])

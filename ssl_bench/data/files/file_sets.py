@@ -160,7 +160,7 @@ class Masks:
         path = self.files.path(image_id)
         return self.labels.apply(read_indices(path, has_voc_palette=self.has_voc_palette), path)
 
-    def meaning(self) -> str:
+    def fingerprint_key(self) -> str:
         """Return the class of each stored number as text.
 
         The fingerprint (hash) of the image set depends on this text.
@@ -196,7 +196,7 @@ class Boxes:
         """Return the names of the annotation files that are missing for the given image ids."""
         return self.files.list_missing(ids) if self.files else []
 
-    def meaning(self, image_id: str) -> str:
+    def fingerprint_key(self, image_id: str) -> str:
         """Return the settings that determine the boxes of an image, as text.
 
         For example, the text states whether difficult objects are left out. The fingerprint (hash)
@@ -452,12 +452,13 @@ class FileImageSet(FileSet, IdentifiedImages):
                 orientation = next(identities) if reads_orientation else _UPRIGHT
                 # The text that identifies a rotated image also contains its orientation.
                 image = image if orientation == _UPRIGHT else f"{image} {orientation}"
-                yield image_id, image, *labels, self.boxes.meaning(image_id) if self.boxes else ""
+                boxes = self.boxes.fingerprint_key(image_id) if self.boxes else ""
+                yield image_id, image, *labels, boxes
 
-        meaning = [self.masks.meaning(), self.class_names] if self.masks else []
+        key = [self.masks.fingerprint_key(), self.class_names] if self.masks else []
         num_parts = (files_per_image + reads_orientation) * len(self)
         with self.identify_parts(parts(), num_parts) as identities:
-            hashes = self.options.hash_rows(meaning, rows(identities))
+            hashes = self.options.hash_rows(key, rows(identities))
         if self.upright and not reads_orientation:
             return hashes._replace(fingerprint=extend_fingerprint(hashes.fingerprint, ["upright"]))
         return hashes

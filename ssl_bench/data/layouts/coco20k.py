@@ -85,7 +85,7 @@ class CocoBoxes(Boxes):
         known = set(self.known.tolist())
         return [image_id for image_id in ids if _parse_image_number(image_id) not in known]
 
-    def meaning(self, image_id: str) -> str:
+    def fingerprint_key(self, image_id: str) -> str:
         """Return the boxes of an image as text.
 
         The hash of the image set is computed from this text, so it does not depend on other images

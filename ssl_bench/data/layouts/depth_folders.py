@@ -48,7 +48,7 @@ class DepthMaps:
             metres[metres > self.max_metres] = 0
         return metres.astype(np.float32)
 
-    def meaning(self) -> Sequence[object]:
+    def fingerprint_key(self) -> Sequence[object]:
         """Return the settings that convert stored numbers to depths.
 
         The fingerprint (hash) of the image set depends on them.
@@ -88,7 +88,7 @@ class DepthImageSet(FileImageSet):
     @cached_property
     def _identities(self) -> Identities:
         identities = super()._identities
-        fingerprint = extend_fingerprint(identities.fingerprint, self.depths.meaning())
+        fingerprint = extend_fingerprint(identities.fingerprint, self.depths.fingerprint_key())
         return identities._replace(fingerprint=fingerprint)
 
     def validate(self) -> "DepthImageSet":

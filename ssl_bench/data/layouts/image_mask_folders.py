@@ -269,8 +269,8 @@ class ColourMasks(Masks):
             )
         return self.labels.apply(numbers, path)
 
-    def meaning(self) -> str:
-        return f"{super().meaning()} {list(self.colours)}"
+    def fingerprint_key(self) -> str:
+        return f"{super().fingerprint_key()} {list(self.colours)}"
 
 
 def _pack_colours(pixels: UInt8[np.ndarray, "height width 3"]) -> Int64[np.ndarray, "height width"]:

@@ -94,8 +94,8 @@ class EigenCrop(DepthMaps):
         cropped[_ROWS, _COLS] = metres[_ROWS, _COLS]
         return cropped
 
-    def meaning(self) -> Sequence[object]:
-        return [*super().meaning(), "Eigen crop"]
+    def fingerprint_key(self) -> Sequence[object]:
+        return [*super().fingerprint_key(), "Eigen crop"]
 
 
 @dataclass(frozen=True)

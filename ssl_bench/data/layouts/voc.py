@@ -88,7 +88,7 @@ class VocBoxes(Boxes):
         stated_size = (height, width) if height and width else None
         return validate_boxes(corners, path, list(objects), size, stated_size=stated_size)
 
-    def meaning(self, image_id: str) -> str:
+    def fingerprint_key(self, image_id: str) -> str:
         del image_id
         return f"exclude_difficult={self.exclude_difficult}"
 

@@ -136,7 +136,7 @@ def is_baseline(uri: str) -> bool:
     return uri.partition(":")[0] in (RANDOM, COLOURS)
 
 
-def has_random_weights(uri: str) -> bool:
+def has_random_baseline(uri: str) -> bool:
     """Return whether the baseline `random:URI` exists for the encoder at the address `uri`.
 
     The baseline is the same encoder with its initial weights. It does not exist for user modules
@@ -154,7 +154,7 @@ def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
     whose initialisation is known. The second is the raw colours of patches, for each patch size in
     pixels.
     """
-    drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_weights(uri)]
+    drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_baseline(uri)]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
     return list(dict.fromkeys([*uris, *drawn, *colours]))
 

@@ -1,7 +1,7 @@
 """Load Vision Transformers from weights files of other projects.
 
-Each tensor of a file is either loaded or ignored. `Encoder.contents.ignored` states why a tensor
-was ignored.
+Each tensor of a file is either loaded or ignored. `Encoder.weights_info.ignored` states why a
+tensor was ignored.
 """
 
 import math
@@ -18,15 +18,15 @@ from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import (
     ASSUMED,
     IMAGENET_NORMALIZATION,
-    Contents,
     Encoder,
     Normalization,
+    WeightsInfo,
     encoder_from_model,
 )
 from ssl_bench.models.loading.backbone import Backbone, find_backbone
 from ssl_bench.models.loading.checkpoint import (
-    IN_PYTHON,
     MODEL_FOLDER,
+    PYTHON_ADVICE,
     PYTHON_FILE,
     advise_model_folder,
     format_shape,
@@ -40,11 +40,11 @@ from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
     Description,
     Layout,
+    build_load_hint,
     dinov3_architecture,
     find_layout,
     reject_unsupported,
     rename_tensors,
-    ways_to_load,
 )
 from ssl_bench.models.vit import VisionTransformer
 
@@ -61,8 +61,8 @@ def load_foreign(
     uri: str,
     name: str,
     description: Description | None = None,
-    colours: Normalization = IMAGENET_NORMALIZATION,
-    colours_from: str = ASSUMED,
+    normalization: Normalization = IMAGENET_NORMALIZATION,
+    normalization_source: str = ASSUMED,
 ) -> Encoder:
     """Load a ViT from a weights file of another project.
 
@@ -74,8 +74,8 @@ def load_foreign(
         name: Name of the encoder in tables.
         description: Properties of the encoder from its config.json. None if there is no such file.
             Only files in the transformers library's layout need one.
-        colours: Mean and standard deviation of the training images.
-        colours_from: Text that names the source of `colours`.
+        normalization: Mean and standard deviation of the training images.
+        normalization_source: Text that names the source of `normalization`.
     """
     # A safetensors file is memory-mapped, so its weights are only read when they are copied.
     with require_unchanged(path):
@@ -108,7 +108,7 @@ def load_foreign(
         config, grid_size, assumed = _infer_config(weights, layout, description, path)
         note += assumed + _fold_layer_scales(weights, config)
         model = VisionTransformer(config, grid_size)
-        load_weights(model, weights, path, hint=ways_to_load(backbone.weights, path))
+        load_weights(model, weights, path, hint=build_load_hint(backbone.weights, path))
     if description is not None:
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
@@ -121,9 +121,9 @@ def load_foreign(
         uri=uri,
         sha256=digest,
         keys=(used, backbone.total),
-        contents=Contents(layout.name, layout.source, ignored, note.strip(" ;"), path),
-        colours=colours,
-        colours_from=colours_from,
+        weights_info=WeightsInfo(layout.name, layout.source, ignored, note.strip(" ;"), path),
+        normalization=normalization,
+        normalization_source=normalization_source,
     )
 
 
@@ -218,7 +218,7 @@ def _infer_config(
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
         other = advise_model_folder(path, '"num_heads": N') + ", and type local-dir:FOLDER"
         if not layout.is_read_by_timm:
-            other = f"{IN_PYTHON}, and type FILE.py:NAME"
+            other = f"{PYTHON_ADVICE}, and type FILE.py:NAME"
         assumed += f"{heads} heads of {dim // heads} channels assumed. If this is wrong, {other}; "
     else:
         heads = description.num_heads
@@ -281,15 +281,15 @@ def _check_required(
         first = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
             f"{path} is not a Vision Transformer in a known layout: expected {', '.join(missing)}, "
-            f"got {first}. Rename its keys, or {IN_PYTHON}",
-            hint=ways_to_load(weights, path),
+            f"got {first}. Rename its keys, or {PYTHON_ADVICE}",
+            hint=build_load_hint(weights, path),
         )
     _, positions, kernel, linear = (weights[name] for name in _REQUIRED)
     if kernel.ndim == 2:
         raise CheckpointError(
             f"{path} embeds patches with a linear layer ({_REQUIRED[2]} is {format_shape(kernel)}) "
             "and does not state the order of pixels. Reshape it to dim x 3 x rows x columns, or "
-            f"{IN_PYTHON}",
+            f"{PYTHON_ADVICE}",
             hint=PYTHON_FILE,
         )
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):

@@ -13,8 +13,8 @@ from ssl_bench.errors import CheckpointError, escape_braces
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import ASSUMED, IMAGENET_NORMALIZATION, Encoder, Normalization
 from ssl_bench.models.loading.checkpoint import (
-    IN_PYTHON,
     JSON_ERRORS,
+    PYTHON_ADVICE,
     PYTHON_FILE,
     is_number,
     read_rgb,
@@ -71,13 +71,13 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
     if model_type not in (*_TRANSFORMERS, _DINOV3):
         raise CheckpointError(
             f"{path} has model_type={config.get('model_type')!r}, expected a timm architecture "
-            f"or one of {', '.join((*_TRANSFORMERS, _DINOV3))}. To use it, {IN_PYTHON}, such as "
-            f"transformers.AutoModel.from_pretrained({str(path.parent)!r})",
+            f"or one of {', '.join((*_TRANSFORMERS, _DINOV3))}. To use it, {PYTHON_ADVICE}, such "
+            f"as transformers.AutoModel.from_pretrained({str(path.parent)!r})",
             hint=PYTHON_FILE,
         )
     weights = file(WEIGHTS_FILES)
     description = None if model_type == _DINOV3 else _read_description(config, path)
-    colours, colours_from = IMAGENET_NORMALIZATION, ASSUMED
+    normalization, normalization_source = IMAGENET_NORMALIZATION, ASSUMED
     try:
         preprocessor = file([_PREPROCESSOR])
     except CheckpointError as error:
@@ -91,13 +91,13 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
                 hint=("--checkpoint", f"mean=0.5,std=0.5:{escape_braces(uri)}"),
             ) from error
     else:
-        colours = _read_normalization(_read(preprocessor), preprocessor)
-        colours_from = preprocessor.name
+        normalization = _read_normalization(_read(preprocessor), preprocessor)
+        normalization_source = preprocessor.name
     if description is None:
         from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
 
-        encoder = load_dinov3_folder(weights, uri=uri, label=label, colours=colours)
-        encoder = replace(encoder, colours_from=colours_from)
+        encoder = load_dinov3_folder(weights, uri=uri, label=label, normalization=normalization)
+        encoder = replace(encoder, normalization_source=normalization_source)
         is_gated = any(".mlp.fc1_g." in name for name in encoder.module.state_dict())
         built: dict[str, Any] = {
             "layer_norm_eps": encoder.module.get_submodule("norm").eps,
@@ -113,8 +113,8 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
             uri=uri,
             name=label,
             description=description,
-            colours=colours,
-            colours_from=colours_from,
+            normalization=normalization,
+            normalization_source=normalization_source,
         )
         stated, vit = config, cast(ViTConfig, encoder.module.config)
         built = {"qkv_bias": vit.qkv_bias, "hidden_act": "gelu", "use_swiglu_ffn": False}
@@ -135,7 +135,7 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
         if expected != value and expected != [value, value]:
             raise CheckpointError(
                 f"{path} states {key}={expected!r}, but the encoder in {weights.name} has "
-                f"{value!r}. Download both files again, or {IN_PYTHON}",
+                f"{value!r}. Download both files again, or {PYTHON_ADVICE}",
                 hint=PYTHON_FILE,
             )
     return encoder

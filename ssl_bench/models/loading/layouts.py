@@ -14,10 +14,10 @@ from torch import Tensor
 from ssl_bench.errors import CheckpointError, join_alternatives
 from ssl_bench.models.encoder import DINO_NAMES
 from ssl_bench.models.loading.checkpoint import (
-    IN_PYTHON,
     MODEL_FOLDER,
+    PYTHON_ADVICE,
     PYTHON_FILE,
-    TIMM_NAME,
+    TIMM_HINT,
     advise_model_folder,
     timm_hint,
 )
@@ -260,22 +260,22 @@ _UNSUPPORTED_VIT = (
 # timm's names of model sizes, by width.
 _SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
 _USUAL_PATCH = 16
-_BY_NAME = "load the file with timm's name of its architecture"
-_BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r})"
+_TIMM_ADVICE = "load the file with timm's name of its architecture"
+_BLOCKS_ADVICE = PYTHON_ADVICE + ", with Encoder.from_module(model, blocks={!r})"
 # Networks that are not plain ViTs. Each entry consists of a pattern for the names of tensors, a
 # description, and advice.
 _NOT_VIT = (
-    (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_NAME),
+    (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _TIMM_ADVICE),
     (
         r"stages\.\d+\.(?:\d+\.depthwise_conv|blocks\.\d+\.(?:attn\.w_msa|ffn))\..*",
         "stages of mmpretrain",
-        IN_PYTHON,
+        PYTHON_ADVICE,
     ),
-    (r"stages\.\d+\..*|downsample_layers\..*", "stages, such as a ConvNeXt's", _BY_NAME),
-    (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer", _BY_NAME),
-    (r"features\.5\.\d+\..*", "a network of torchvision", _BY_BLOCKS.format("features.5")),
-    (r"features\.\d+\..*", "a network of torchvision", IN_PYTHON),
-    (r".*relative_position_bias_table", "relative positions, such as a BEiT's", _BY_NAME),
+    (r"stages\.\d+\..*|downsample_layers\..*", "stages, such as a ConvNeXt's", _TIMM_ADVICE),
+    (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer", _TIMM_ADVICE),
+    (r"features\.5\.\d+\..*", "a network of torchvision", _BLOCKS_ADVICE.format("features.5")),
+    (r"features\.\d+\..*", "a network of torchvision", PYTHON_ADVICE),
+    (r".*relative_position_bias_table", "relative positions, such as a BEiT's", _TIMM_ADVICE),
 )
 # Pattern for the names of tensors in the blocks of timm models.
 _TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"
@@ -315,7 +315,7 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             raise CheckpointError(
                 f"{path} contains {network} ({name}), expected a Vision Transformer in one of the "
                 f"layouts that `ssl-bench models` lists. To use it, {remedy}",
-                hint=TIMM_NAME if remedy == _BY_NAME else PYTHON_FILE,
+                hint=TIMM_HINT if remedy == _TIMM_ADVICE else PYTHON_FILE,
             )
     for pattern, feature, architectures in _UNSUPPORTED_VIT:
         if (name := first_match(weights, pattern)) is not None:
@@ -332,13 +332,13 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             known = [timm_hint(path, n) for n in dict.fromkeys(names) if timm.is_model(n)]
             raise CheckpointError(
                 f"{path} has {feature} ({name}), which the ViT of this suite does not support. "
-                f"To use it, {_BY_NAME}. If the arguments differ from timm's, "
+                f"To use it, {_TIMM_ADVICE}. If the arguments differ from timm's, "
                 f"{advise_model_folder(path, '...')}",
-                hint=join_alternatives(*(known or [TIMM_NAME]), MODEL_FOLDER),
+                hint=join_alternatives(*(known or [TIMM_HINT]), MODEL_FOLDER),
             )
 
 
-def ways_to_load(weights: Iterable[str], path: Path) -> tuple[str, ...]:
+def build_load_hint(weights: Iterable[str], path: Path) -> tuple[str, ...]:
     """Return command-line arguments that an error message suggests for a file in an unknown layout.
 
     They load the encoder from a Python file. If the tensors are named as in timm, arguments that

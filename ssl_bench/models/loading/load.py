@@ -29,7 +29,7 @@ from ssl_bench.models.loading.addresses import (
     add_baselines,
     display_name,
     expand,
-    has_random_weights,
+    has_random_baseline,
     is_baseline,
     parse_epoch,
     resolve_file,
@@ -267,10 +267,10 @@ def _load_normalized(uri: str) -> Encoder:
         encoder = load_hugging_face(match[3], allow_missing_preprocessor=True)
     else:
         encoder = load_encoder(match[3])
-    if not encoder.colours_from.startswith("assumed"):
+    if not encoder.normalization_source.startswith("assumed"):
         raise CheckpointError(
-            f"{encoder.uri} already has a mean and standard deviation ({encoder.colours_from}), so "
-            "the address must not state others",
+            f"{encoder.uri} already has a mean and standard deviation "
+            f"({encoder.normalization_source}), so the address must not state others",
             hint=("--checkpoint", escape_braces(match[3])),
         )
     return replace(
@@ -278,7 +278,7 @@ def _load_normalized(uri: str) -> Encoder:
         uri=uri,
         mean=(mean[0], mean[1], mean[2]),
         std=(std[0], std[1], std[2]),
-        colours_from="the address",
+        normalization_source="the address",
     )
 
 
@@ -355,7 +355,7 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
     uris = expand(checkpoints or [newest_checkpoint(Path("runs"))])
     if not baselines:
         return uris
-    unknown = [uri for uri in uris if not is_baseline(uri) and not has_random_weights(uri)]
+    unknown = [uri for uri in uris if not is_baseline(uri) and not has_random_baseline(uri)]
     if unknown:
         say(f"no random baseline for {', '.join(unknown)}, because the initialisation is unknown")
     return add_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
@@ -393,14 +393,14 @@ def load_and_log(uri: str) -> Encoder:
     say(
         f"encoder {encoder.name}: {encoder.depth} blocks, sha256 {encoder.sha256[:12]}, "
         f"{loaded if encoder.total_keys else 'not read from a file'}, mean {mean}, std {std} "
-        f"({encoder.colours_from})"
+        f"({encoder.normalization_source})"
     )
-    if encoder.contents.note:
-        say(encoder.contents.note)
-    file = encoder.contents.file
+    if (info := encoder.weights_info).note:
+        say(info.note)
+    file = info.file
     # timm models have the same tensor names as DINO models.
-    may_be_timm = encoder.contents.layout == DINO_NAMES and file and "dino" not in file.name.lower()
-    if encoder.colours_from == ASSUMED and may_be_timm:
+    may_be_timm = info.layout == DINO_NAMES and file and "dino" not in file.name.lower()
+    if encoder.normalization_source == ASSUMED and may_be_timm:
         size, side = _SIZES_IN_TIMM.get((encoder.dim, encoder.depth)), encoder.native_size[0]
         address = f"mean=0.5,std=0.5:{escape_braces(str(file))}"
         if size and encoder.patch_size == _PATCH_IN_TIMM and side in _SIDES_IN_TIMM:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, MachineError
-from ssl_bench.models.loading.checkpoint import TIMM_NAME, list_names
+from ssl_bench.models.loading.checkpoint import TIMM_HINT, list_names
 from ssl_bench.models.loading.layouts import Description
 from ssl_bench.system.process import reraise_out_of_memory
 
@@ -215,5 +215,5 @@ def _require_gelu(graph: Any, path: Path) -> None:
             if node.op_type == "Erf" or (node.op_type == "Gelu" and not is_tanh):
                 return
     raise CheckpointError(
-        f"{path} has an MLP without GELU, but the ViT of this suite needs GELU", hint=TIMM_NAME
+        f"{path} has an MLP without GELU, but the ViT of this suite needs GELU", hint=TIMM_HINT
     )

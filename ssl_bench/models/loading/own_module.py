@@ -22,8 +22,8 @@ from ssl_bench.errors import CheckpointError, UnfitEncoder, broken_file_error
 from ssl_bench.models.encoder import (
     IMAGENET_MEAN,
     IMAGENET_STD,
-    Contents,
     Encoder,
+    WeightsInfo,
     describe_library_model,
     state_dict_sha256,
 )
@@ -63,7 +63,7 @@ def load_python_object(uri: str) -> Encoder:
             f"function that returns one of them, got {type(target).__name__}"
         )
     encoder = Encoder.from_module(target, name=f"{path.stem}.{name}")
-    return replace(encoder, uri=uri, contents=Contents("module", file=path))
+    return replace(encoder, uri=uri, weights_info=WeightsInfo("module", file=path))
 
 
 def _run_file(path: Path, name: str) -> Any:
@@ -193,9 +193,9 @@ def wrap_module(
         native_size=size,
         mean=rgb_mean,
         std=rgb_std,
-        colours_from="assumed, ImageNet's" if mean is None else "from_module",
+        normalization_source="assumed, ImageNet's" if mean is None else "from_module",
         num_registers=num_registers,
-        contents=Contents("module", epoch=None if epoch is None else float(epoch)),
+        weights_info=WeightsInfo("module", epoch=None if epoch is None else float(epoch)),
         channels_last=channels_last,
         any_size=any_size,
         fallback_facets=fallback_facets if has_keys else {**fallback_facets, "key": "token"},
