@@ -209,7 +209,7 @@ class Instances(Probe):
                 f"{encoder.name} has no [CLS] token, which the facet cls_gem needs",
                 hint=("probe.facet=gem",),
             )
-        if not encoder.any_size and set(self.scales) != {1.0}:
+        if not encoder.dynamic_image_size and set(self.scales) != {1.0}:
             raise UnfitEncoder(
                 f"{encoder.name} accepts images of one size only, so probe.scales must be [1.0]",
                 hint=("probe.scales=[1.0]",),

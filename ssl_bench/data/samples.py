@@ -364,11 +364,11 @@ def unsupported_role_error(dataset: str, role: str) -> DataError:
         dataset: Name of the dataset.
         role: The evaluation, such as "segmentation".
     """
-    others = ", ".join(datasets_with(role))
+    others = ", ".join(find_datasets(role))
     return DataError(f"{dataset} has no {ROLE_ANNOTATIONS[role]}. Datasets for {role}: {others}")
 
 
-def datasets_with(role: str) -> list[str]:
+def find_datasets(role: str) -> list[str]:
     """Return the names of the built-in datasets that support an evaluation.
 
     Args:
@@ -386,7 +386,7 @@ def datasets_with(role: str) -> list[str]:
     return sorted(names)
 
 
-def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
+def resolve_dataset_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
     """Return the name under which results on a published dataset are stored.
 
     It is `name` if all splits have their published numbers of images. Otherwise, the number of
@@ -404,7 +404,7 @@ def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
     return f"{name}-{len(set().union(*ids.values()))}"
 
 
-def require_own_name(name: str) -> None:
+def reject_published_name(name: str) -> None:
     """Raise `ConfigurationError` if the name of a user's dataset is that of a published dataset."""
     if name in PUBLISHED_COUNTS:
         raise ConfigurationError(
@@ -417,23 +417,23 @@ def find_root(
     root: str | Path | None,
     *,
     name: str,
-    inside: Sequence[str],
-    landmarks: Sequence[str],
+    subfolders: Sequence[str],
+    marker_folders: Sequence[str],
     tree: str,
 ) -> Path:
-    """Find the folder of a dataset, which is `root` or one of the folders `inside` it.
+    """Find the folder of a dataset, which is `root` or one of its `subfolders`.
 
-    The first of these folders that contains at least one of the `landmarks` is returned.
+    The first of these folders that contains at least one of the `marker_folders` is returned.
 
     Args:
         root: The folder that the user entered.
         name: Name of the dataset, for error messages.
-        inside: Paths relative to `root` where the dataset may be, such as "VOCdevkit/VOC2012".
-        landmarks: Subfolders by which the dataset is recognised, such as "JPEGImages".
+        subfolders: Paths relative to `root` where the dataset may be, such as "VOCdevkit/VOC2012".
+        marker_folders: Subfolders by which the dataset is recognised, such as "JPEGImages".
         tree: Description of the expected files, for error messages.
 
     Raises:
-        DataError: `root` is None, or none of the folders contains a landmark.
+        DataError: `root` is None, or none of the folders contains a marker folder.
     """
     expected = f"expected {tree}. docs/data.md explains where to get it"
     if root is None:
@@ -441,8 +441,8 @@ def find_root(
             f"{name} needs the folder of its files: {expected}", hint=("--data-root", "{folder}")
         )
     typed = resolve_folder(root)
-    for folder in (typed, *(typed / part for part in inside)):
-        if any((folder / landmark).is_dir() for landmark in landmarks):
+    for folder in (typed, *(typed / part for part in subfolders)):
+        if any((folder / marker).is_dir() for marker in marker_folders):
             return folder
     problem = "does not contain" if typed.is_dir() else "is not a folder with"
     raise DataError(f"{typed} {problem} {name}: {expected}")

@@ -10,7 +10,7 @@ from PIL import Image
 
 from ssl_bench.data.files.file_sets import FileImageSet, join_names
 from ssl_bench.data.files.fingerprints import file_state, map_in_threads
-from ssl_bench.data.files.images import decode_upright, read_data_file
+from ssl_bench.data.files.images import decode_oriented, read_data_file
 from ssl_bench.data.layouts.folder import find_image_paths
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.files import (
@@ -126,7 +126,7 @@ def _copy(path: Path, copy: Path, side: int, bits: int | None) -> None:
         return
     data = read_data_file(path)
     # Decode every image, so that an unreadable image is an error even if it would only be copied.
-    pixels = decode_upright(data, path, bits)
+    pixels = decode_oriented(data, path, bits)
     height, width = pixels.shape[:2]
     kind, factor = _FORMATS.get(path.suffix.lower()), side / min(height, width)
     if kind is not None and factor < 1:

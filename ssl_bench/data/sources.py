@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES
+from ssl_bench.data.layouts.coco20k import IMAGE_LIST, LIST_NAMES
 from ssl_bench.data.samples import PUBLISHED_COUNTS
 from ssl_bench.network import PublishedFile
 
@@ -216,7 +216,7 @@ _DATASET_INFOS = (
                 "031296bbc80c45a1d1f76bf9a90ead27e94e99ec629208449507a4917a3bf009",
                 252_872_794,
             ),
-            Download(LIST_NAMES[0], LIST, LIST.size or 0),
+            Download(LIST_NAMES[0], IMAGE_LIST, IMAGE_LIST.size or 0),
         ),
     ),
     DatasetInfo(

@@ -134,26 +134,26 @@ def read_lines(path: Path) -> list[str]:
 
 
 def missing_split_error(
-    name: str, present: Sequence[str], where: Path, divisible: Sequence[str] | None = None
+    name: str, present: Sequence[str], location: Path, divisible: Sequence[str] | None = None
 ) -> DataError:
     """Return the error for a missing split. It suggests dividing an existing split.
 
     Args:
         name: Name of the missing split.
         present: Names of the existing splits.
-        where: Path of the folder that contains the splits, or name of the dataset.
+        location: Path of the folder that contains the splits, or name of the dataset.
         divisible: Names of the splits that may be divided. By default, all existing splits.
     """
     if not present:
-        return DataError(f"{where} contains no splits, expected {name}. See docs/data.md")
+        return DataError(f"{location} contains no splits, expected {name}. See docs/data.md")
     # Name only the splits with the shortest names. VOC also has 60 lists of single classes, whose
     # names are longer than those of the splits.
     shortest = sorted(present, key=lambda other: (len(other), other))[:5]
     ordered = shortest if divisible is None else sorted(divisible)
     first = next((other for other in ordered if other.startswith("train")), ordered[0])
     return DataError(
-        f"{where} has no split {name}. Existing splits: {', '.join(shortest)}. See docs/data.md, "
-        "or divide an existing split",
+        f"{location} has no split {name}. Existing splits: {', '.join(shortest)}. See "
+        "docs/data.md, or divide an existing split",
         hint=_division_hint(first),
     )
 

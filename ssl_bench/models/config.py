@@ -92,7 +92,7 @@ def find_registered(group: str, name: str) -> Any:
     )
 
 
-def build_part(group: str, config: Any) -> Any:
+def build_submodule(group: str, config: Any) -> Any:
     """Build the attention or token graying module that an encoder's configuration selects.
 
     Args:
@@ -312,7 +312,7 @@ class ViTConfig(EncoderConfig):
                 hint=("model.position_embedding=sinusoidal", "or", "model.position_scale=1"),
             )
         with torch.device("meta"):
-            build_part("attention", self)
+            build_submodule("attention", self)
         initialiser = make_initialiser(INITIALISERS, self.init, self.init_options)
         if self.num_heads < (min_heads := initialiser.min_heads):
             raise ConfigurationError(

@@ -74,7 +74,7 @@ class EncoderIdentity:
         num_registers: Number of registers, which follow the [CLS] token.
         strides: Stride of each block in pixels. Empty if all blocks have the stride `patch_size`.
         widths: Width of each block. Empty if all blocks are equally wide or the widths are unknown.
-        any_size: Whether the encoder accepts image sizes other than `native_size`.
+        dynamic_image_size: Whether the encoder accepts image sizes other than `native_size`.
         fallback_facets: Replacements of default facets (kinds of features) that the encoder lacks.
             For example, {"key": "token"} replaces keys by tokens.
     """
@@ -93,7 +93,7 @@ class EncoderIdentity:
     num_registers: int = 0
     strides: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
-    any_size: bool = True
+    dynamic_image_size: bool = True
     fallback_facets: Mapping[str, str] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
@@ -136,8 +136,8 @@ class Encoder(EncoderIdentity):
         channels_last: Whether the channels are the last axis of feature maps.
         position_rule: Text that describes how the position embedding is resized for other image
             sizes. None if there is no position embedding, or if a user's module resizes it.
-        arrange: Function that arranges patch tokens as maps. None if the patches are already in
-            row-major order. Its arguments are the tokens (batch, patches, dim) without prefix
+        tokens_to_maps: Function that arranges patch tokens as maps. None if the patches are already
+            in row-major order. Its arguments are the tokens (batch, patches, dim) without prefix
             tokens, and the index of their block. It returns maps (batch, rows, cols, dim).
     """
 
@@ -150,7 +150,7 @@ class Encoder(EncoderIdentity):
     weights_info: WeightsInfo = field(default_factory=WeightsInfo)
     channels_last: bool = False
     position_rule: str | None = None
-    arrange: Callable[[Tensor, int], Tensor] | None = None
+    tokens_to_maps: Callable[[Tensor, int], Tensor] | None = None
 
     @classmethod
     def from_module(
@@ -224,7 +224,7 @@ class Encoder(EncoderIdentity):
         """Return the width of the block `layer`."""
         return self.widths[layer] if self.widths else self.dim
 
-    def stages(self, layers: Sequence[int]) -> list[tuple["Encoder", tuple[int, ...]]]:
+    def group_by_shape(self, layers: Sequence[int]) -> list[tuple["Encoder", tuple[int, ...]]]:
         """Group blocks that have the same stride and width.
 
         Args:
@@ -321,7 +321,7 @@ def describe_config(config: EncoderConfig, *, strides: Sequence[int] = ()) -> di
     return json.loads(json.dumps(architecture))
 
 
-def require_images(config: EncoderConfig, address: str) -> None:
+def require_image_encoder(config: EncoderConfig, address: str) -> None:
     """Raise CheckpointError if a model does not read images, such as a Mamba that reads tokens."""
     if config.patch_size == 0:
         version = getattr(config, "version", config.kind)
@@ -360,7 +360,7 @@ def encoder_from_model(
         normalization_source: Text that names the source of `normalization`.
     """
     config: EncoderConfig = model.config
-    require_images(config, uri)
+    require_image_encoder(config, uri)
     block_info = config.block_info
     strides = block_info.strides if block_info else ()
     described = describe_config(config, strides=strides)

@@ -58,7 +58,7 @@ _CONVNEXT = {"widths": "dims", "depths": "depths"}
 _CONVNEXT_INITIALISERS = ("default", "uniform", "covariance")
 _DYNAMIC = ("img_size", "patch_size", "dynamic_img_size")
 
-# Families by the prefix of the model's name in timm. `create` checks whether the full name exists.
+# Families by the prefix of the model's name in timm. `create_timm_model` checks the full name.
 FAMILIES: Mapping[str, Family] = {
     "swin_": Family("Swin", 4, 4, _SWIN, (*_DYNAMIC, "window_size")),
     "cait_": Family("CaiT", 1, 16, _VIT, ("img_size", "patch_size"), class_blocks=True),

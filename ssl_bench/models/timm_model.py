@@ -19,12 +19,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.config import build_part, check_layers
+from ssl_bench.models.config import build_submodule, check_layers
 from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
     INITIALISERS,
-    draw_block,
-    draw_convolutions,
+    init_block_,
+    init_conv_layers_,
     make_initialiser,
 )
 from ssl_bench.models.timm_config import TimmConfig
@@ -49,7 +49,7 @@ class BlockInfo:
         num_prefix_tokens: Number of [CLS] and register tokens before the patches.
         num_registers: Number of registers among the prefix tokens.
         channels_last: Whether the blocks return feature maps whose last axis is the channels.
-        any_size: Whether the model accepts image sizes other than its native size.
+        dynamic_image_size: Whether the model accepts image sizes other than its native size.
         blocks: Name of each block. Empty for the timm classes in `SUPPORTED_CLASSES`, such as
             VisionTransformer, because `list_blocks` finds their blocks.
     """
@@ -60,7 +60,7 @@ class BlockInfo:
     num_prefix_tokens: int
     num_registers: int
     channels_last: bool
-    any_size: bool = True
+    dynamic_image_size: bool = True
     blocks: tuple[str, ...] = ()
 
 
@@ -126,7 +126,8 @@ class TimmBackbone(nn.Module):
             has_positions = getattr(self.model, "pos_embed", None) is not None
             return describe_resampling() if has_positions else None
         has_positions = any("pos" in name for name, _ in self.model.named_parameters())
-        return "as timm resizes them" if has_positions and self.traced_info.any_size else None
+        is_resized = has_positions and self.traced_info.dynamic_image_size
+        return "as timm resizes them" if is_resized else None
 
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
         """Return timm's features before its classifier: [CLS] or the mean patch token."""
@@ -168,7 +169,7 @@ class TimmEncoder(TimmBackbone, EncoderModule):
     config: TimmConfig
 
     def __init__(self, config: TimmConfig) -> None:
-        super().__init__(create(config))
+        super().__init__(create_timm_model(config))
         self.config = config
         stem: Any = getattr(self.model, "stem", None)
         if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
@@ -209,11 +210,11 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
     generator = Generator().manual_seed(seed)
     if config.init in FILTER_INITIALISERS:
         filters = depthwise_filters(model.model)
-        draw_convolutions(model, filters, config.init, config.init_options, generator)
+        init_conv_layers_(model, filters, config.init, config.init_options, generator)
     elif config.init != "default":
         initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
         for block in model.blocks:
-            draw_block(block, initialiser, generator)
+            init_block_(block, initialiser, generator)
     return model
 
 
@@ -282,7 +283,7 @@ def build_block_info(config: TimmConfig) -> BlockInfo:
 
 @lru_cache(maxsize=32)
 def _build_block_info(described: str) -> BlockInfo:
-    return read_block_info(create(TimmConfig.from_dict(json.loads(described)), "meta"))
+    return read_block_info(create_timm_model(TimmConfig.from_dict(json.loads(described)), "meta"))
 
 
 def read_block_info(model: Any) -> BlockInfo:
@@ -306,7 +307,7 @@ def read_block_info(model: Any) -> BlockInfo:
     )
 
 
-def create(config: TimmConfig, device: str | None = None) -> Any:
+def create_timm_model(config: TimmConfig, device: str | None = None) -> Any:
     """Create a timm model from a configuration. The global random state does not change.
 
     `device` is "meta" for a model without memory for its weights.
@@ -359,7 +360,7 @@ def gray_inputs(
     check_layers("graying_layers", config.graying_layers, len(blocks))
     if config.graying == "none":
         return
-    graying = build_part("graying", config)
+    graying = build_submodule("graying", config)
     gray = gray_windows if config.graying_scope == "window" else gray_images
     layers = range(len(blocks)) if config.graying_layers is None else config.graying_layers
     for layer in layers:

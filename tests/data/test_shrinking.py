@@ -58,7 +58,7 @@ def test_copies_have_the_names_and_the_shorter_side(photographs, tmp_path, capsy
             assert (out / name).read_bytes() == (photographs / name).read_bytes()
         expected = Image.fromarray(source).resize(new, Image.Resampling.BICUBIC)
         assert np.abs(copy - np.asarray(expected, np.float64)).mean() < 2
-    assert read_image(out / "turned.jpg", upright=True).shape[:2] == (64, 32)
+    assert read_image(out / "turned.jpg", apply_exif_orientation=True).shape[:2] == (64, 32)
     about = json.loads(capsys.readouterr().out)
     assert about["fingerprint"] == sources.fingerprint()
     assert about["images"] == len(sources) == len(SIZES) + 1

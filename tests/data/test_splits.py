@@ -18,7 +18,7 @@ from ssl_bench.data.files.readable import ImageSubset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.samples import benchmark_name
+from ssl_bench.data.samples import resolve_dataset_name
 from ssl_bench.data.splits import (
     Split,
     apply_shared_values,
@@ -144,8 +144,8 @@ def test_pretraining_with_a_limit_is_another_run(tmp_path):
 )
 def test_parts_of_published_datasets_are_named_by_their_size(found, name):
     ids = {role: [str(number) for number in numbers] for role, numbers in found.items()}
-    assert benchmark_name("voc2012", ids) == name
-    assert benchmark_name("mine", ids) == "mine"
+    assert resolve_dataset_name("voc2012", ids) == name
+    assert resolve_dataset_name("mine", ids) == "mine"
 
 
 def test_a_small_voc_has_the_same_name_in_every_role(tmp_path):

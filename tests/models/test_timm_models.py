@@ -303,7 +303,7 @@ def test_timm_addresses_with_a_file_give_its_weights_and_stages(tmp_path):
 
 def test_stages_are_encoders_with_a_single_grid_and_width():
     encoder = encoder_from_model(build_encoder(SWIN, seed=0), name="x")
-    stages = encoder.stages((0, 3, 2, 4))
+    stages = encoder.group_by_shape((0, 3, 2, 4))
     assert [layers for _, layers in stages] == [(0,), (3, 2), (4,)]
     assert [(one.patch_size, one.dim) for one, _ in stages] == [(2, 8), (8, 32), (16, 64)]
     assert all(one.identity() == encoder.identity() for one, _ in stages)

@@ -395,7 +395,7 @@ def test_images_and_encoders_that_cannot_be_scored_are_refused(toy, encoder, tmp
             Instances(facet=facet).require_fitting(replace(encoder, num_prefix_tokens=0))
         assert no_cls.value.hint == (hint,)
     with pytest.raises(UnfitEncoder) as one_size:
-        Instances(scales=[1.0, 0.5]).require_fitting(replace(encoder, any_size=False))
+        Instances(scales=[1.0, 0.5]).require_fitting(replace(encoder, dynamic_image_size=False))
     assert one_size.value.hint == ("probe.scales=[1.0]",)
     for options in ({"facet": "key"}, {"scales": []}, {"scales": [2.0]}, {"jpeg_qualities": [0]}):
         with pytest.raises(ConfigurationError):

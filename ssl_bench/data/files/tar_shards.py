@@ -30,7 +30,7 @@ from ssl_bench.data.files.fingerprints import (
     RACY_NS,
     FilePart,
     IdentifiedImages,
-    Identities,
+    ImageSetHashes,
     ReadOptions,
     file_state,
     identify_parts,
@@ -38,7 +38,7 @@ from ssl_bench.data.files.fingerprints import (
     read_cache_file,
     write_cache_file,
 )
-from ssl_bench.data.files.images import IMAGE_SUFFIXES, decode_upright
+from ssl_bench.data.files.images import IMAGE_SUFFIXES, decode_oriented
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
 from ssl_bench.system.files import (
@@ -357,7 +357,7 @@ class TarImages(IdentifiedImages):
             UnreadableImage: The image is damaged.
             DataError: The tar file cannot be read or has changed.
         """
-        image = decode_upright(self._read(index), self.path(index), self.options.bits)
+        image = decode_oriented(self._read(index), self.path(index), self.options.bits)
         return Sample(self.ids[index], image)
 
     def with_read_options(self, options: ReadOptions) -> "TarImages":
@@ -384,7 +384,7 @@ class TarImages(IdentifiedImages):
         return hashlib.sha256(self._read(index)).hexdigest()
 
     @cached_property
-    def _identities(self) -> Identities:
+    def _hashes(self) -> ImageSetHashes:
         if self.options.fingerprint == "stat":
             digests = (
                 f"{' '.join(map(str, self.states[shard]))} {offset} {size}"

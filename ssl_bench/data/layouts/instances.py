@@ -30,9 +30,9 @@ from ssl_bench.data.samples import (
     Layout,
     RetrievalTarget,
     Sample,
-    benchmark_name,
     find_existing_folder,
     find_root,
+    resolve_dataset_name,
 )
 from ssl_bench.errors import DataError
 
@@ -138,14 +138,14 @@ class Holidays(Layout):
                 f"{folder} has {join_names(unknown)}.jpg, expected names of six digits such as "
                 "100000.jpg. Remove other files"
             )
-        return _make_image_set(benchmark_name(self.name, {"val": ids}), "all", folder, ids)
+        return _make_image_set(resolve_dataset_name(self.name, {"val": ids}), "all", folder, ids)
 
     def _root(self) -> Path:
         return find_root(
             self.root,
             name=self.name,
-            inside=(self.name,),
-            landmarks=("jpg",),
+            subfolders=(self.name,),
+            marker_folders=("jpg",),
             tree="jpg/100000.jpg",
         )
 
@@ -188,14 +188,14 @@ class Landmarks(Layout):
         root = find_root(
             self.root,
             name=self.name,
-            inside=(self.name,),
-            landmarks=("jpg",),
+            subfolders=(self.name,),
+            marker_folders=("jpg",),
             tree=f"jpg/*.jpg and gnd_{self.name}.pkl",
         )
         file = root / f"gnd_{self.name}.pkl"
         truth = read_ground_truth(file)
         ids = [*truth["qimlist"], *truth["imlist"]]
-        name = benchmark_name(self.name, {"val": ids})
+        name = resolve_dataset_name(self.name, {"val": ids})
         return _make_image_set(name, "all", root / "jpg", ids, source=file), truth
 
 
@@ -245,7 +245,7 @@ class Copydays(Layout):
                 "with the same first four characters. Unpack all archives again"
             )
         counted = {"val": [*copies, *originals]} if self.copies == "strong" else {}
-        name = benchmark_name(self.name, counted)
+        name = resolve_dataset_name(self.name, counted)
         return RetrievalImages(
             _make_image_set(name, self.copies, root, [*copies, *originals]), targets
         )
@@ -254,14 +254,15 @@ class Copydays(Layout):
         """Return the original images without their copies."""
         root = self._root()
         ids = [f"original/{name}" for name in Files(root / "original", ".jpg").ids()]
-        return _make_image_set(benchmark_name(self.name, {"images": ids}), "original", root, ids)
+        name = resolve_dataset_name(self.name, {"images": ids})
+        return _make_image_set(name, "original", root, ids)
 
     def _root(self) -> Path:
         return find_root(
             self.root,
             name=self.name,
-            inside=(self.name,),
-            landmarks=("original",),
+            subfolders=(self.name,),
+            marker_folders=("original",),
             tree="original/*.jpg, strong/*.jpg, jpegqual/Q/*.jpg and crops/P/*.jpg",
         )
 

@@ -32,7 +32,7 @@ from ssl_bench.models.encoder import (
     WeightsInfo,
     describe_config,
     encoder_from_model,
-    require_images,
+    require_image_encoder,
 )
 from ssl_bench.models.loading.addresses import display_name
 from ssl_bench.models.vit import EncoderModule
@@ -108,7 +108,7 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
     write_text_atomically(sidecar, line)
 
 
-def load_own_encoder(uri: str, path: Path) -> Encoder:
+def load_suite_encoder(uri: str, path: Path) -> Encoder:
     """Load the encoder in a checkpoint of this suite.
 
     `uri` is the address that the user entered, and `path` is the file to which it refers.
@@ -193,7 +193,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
         strides = None
     if not isinstance(strides, list) or not all(type(n) is int and n > 0 for n in strides):
         raise CheckpointError(f"{path} states strides that are not positive integers: {text[:80]}")
-    require_images(config, uri)
+    require_image_encoder(config, uri)
     stated = read_digests(_sidecar_path(path))
     # The file has two lines while the weights are replaced, and it may list other files.
     is_single = [name for _, name in stated] == [path.name]
@@ -218,7 +218,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
     )
 
 
-def is_own_checkpoint(path: Path) -> bool:
+def is_suite_checkpoint(path: Path) -> bool:
     """Return whether `save_encoder` wrote this safetensors file."""
     return read_metadata(path).get("format") == _FORMAT
 
@@ -277,7 +277,7 @@ def timm_hint(path: Path, name: str = "{timm_name}") -> tuple[str, str]:
     return "--checkpoint", f"timm:{name}@{escape_braces(str(path))}"
 
 
-def reject_parts(path: Path) -> None:
+def reject_sharded(path: Path) -> None:
     """Raise CheckpointError if a checkpoint consists of several files.
 
     `path` is the checkpoint, its folder, or one of its files.
@@ -305,7 +305,7 @@ def _check_readable(path: Path) -> None:
 
     Examples of files without the weights are a web page and a Git LFS pointer.
     """
-    reject_parts(path)
+    reject_sharded(path)
     try:
         with open_regular(path) as file:
             substitute = describe_substitute(file.read(256))

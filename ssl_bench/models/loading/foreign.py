@@ -38,8 +38,8 @@ from ssl_bench.models.loading.checkpoint import (
 )
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
-    Description,
     Layout,
+    ModelSpec,
     build_load_hint,
     dinov3_architecture,
     find_layout,
@@ -60,7 +60,7 @@ def load_foreign(
     *,
     uri: str,
     name: str,
-    description: Description | None = None,
+    model_spec: ModelSpec | None = None,
     normalization: Normalization = IMAGENET_NORMALIZATION,
     normalization_source: str = ASSUMED,
 ) -> Encoder:
@@ -72,7 +72,7 @@ def load_foreign(
         path: The weights file.
         uri: Address of the encoder, such as the path of the file.
         name: Name of the encoder in tables.
-        description: Properties of the encoder from its config.json. None if there is no such file.
+        model_spec: Properties of the encoder from its config.json. None if there is no such file.
             Only files in the transformers library's layout need one.
         normalization: Mean and standard deviation of the training images.
         normalization_source: Text that names the source of `normalization`.
@@ -83,13 +83,13 @@ def load_foreign(
         if path.suffix == ".onnx":
             from ssl_bench.models.loading.onnx_file import read_onnx
 
-            content, description = read_onnx(path)
+            content, model_spec = read_onnx(path)
         else:
             content = read_weights(path)
         backbone = find_backbone(content, path)
         names = list(backbone.weights)
         layout = find_layout(names, backbone.prefixes)
-        if description is None and any(key.startswith("embeddings.") for key in names):
+        if model_spec is None and any(key.startswith("embeddings.") for key in names):
             raise CheckpointError(
                 f"{path} has the layout of the transformers library, which states the number of "
                 "heads in config.json. Save the weights and config.json with "
@@ -105,15 +105,15 @@ def load_foreign(
         weights, dropped = rename_tensors(layout, backbone.weights, path)
         used = len(weights)
         note = backbone.note + _fuse_queries_keys_values(weights, path)
-        config, grid_size, assumed = _infer_config(weights, layout, description, path)
+        config, grid_size, assumed = _infer_config(weights, layout, model_spec, path)
         note += assumed + _fold_layer_scales(weights, config)
         model = VisionTransformer(config, grid_size)
         load_weights(model, weights, path, hint=build_load_hint(backbone.weights, path))
-    if description is not None:
+    if model_spec is not None:
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
-                module.eps = description.norm_eps
-        model.position_margin = description.position_margin
+                module.eps = model_spec.norm_eps
+        model.position_margin = model_spec.position_margin
     ignored = {**backbone.ignored, **dropped}
     return encoder_from_model(
         model,
@@ -200,7 +200,7 @@ def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
 
 
 def _infer_config(
-    weights: Mapping[str, Tensor], layout: Layout, description: Description | None, path: Path
+    weights: Mapping[str, Tensor], layout: Layout, model_spec: ModelSpec | None, path: Path
 ) -> tuple[ViTConfig, tuple[int, int], str]:
     """Infer the configuration of a ViT from its weights.
 
@@ -208,20 +208,20 @@ def _infer_config(
         The configuration, the rows and columns of the position embedding, and a note for users
         about assumptions, such as the number of heads.
     """
-    _check_required(weights, layout, path, head_dim=_HEAD_DIM if description is None else 1)
+    _check_required(weights, layout, path, head_dim=_HEAD_DIM if model_spec is None else 1)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     dim, patch_size = len(kernel), kernel.shape[-1]
     blocks = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
     registers = weights.get("reg_token")
-    rows, cols, assumed = _grid_size(description, positions.shape[1] - 1, patch_size, path)
-    if description is None:
+    rows, cols, assumed = _grid_size(model_spec, positions.shape[1] - 1, patch_size, path)
+    if model_spec is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
         other = advise_model_folder(path, '"num_heads": N') + ", and type local-dir:FOLDER"
         if not layout.is_read_by_timm:
             other = f"{PYTHON_ADVICE}, and type FILE.py:NAME"
         assumed += f"{heads} heads of {dim // heads} channels assumed. If this is wrong, {other}; "
     else:
-        heads = description.num_heads
+        heads = model_spec.num_heads
     try:
         config = ViTConfig(
             image_size=rows * patch_size,
@@ -239,19 +239,19 @@ def _infer_config(
 
 
 def _grid_size(
-    description: Description | None, num_patches: int, patch_size: int, path: Path
+    model_spec: ModelSpec | None, num_patches: int, patch_size: int, path: Path
 ) -> tuple[int, int, str]:
     """Return the rows and columns of the position embedding, and a note about assumptions.
 
     Args:
-        description: Properties of the encoder from its config.json, which may state the image size.
+        model_spec: Properties of the encoder from its config.json, which may state the image size.
         num_patches: Number of patches in the position embedding. If the image size is unknown, they
             must form a square.
         patch_size: Side of a patch in pixels.
         path: The weights file, for error messages.
     """
-    if description is not None and description.image_size is not None:
-        height, width = description.image_size
+    if model_spec is not None and model_spec.image_size is not None:
+        height, width = model_spec.image_size
         rows, cols = height // patch_size, width // patch_size
         if rows * cols != num_patches:
             raise CheckpointError(
@@ -263,7 +263,7 @@ def _grid_size(
     side = math.isqrt(num_patches)
     if side**2 != num_patches:
         remedy, hint = "set image_size=[HEIGHT, WIDTH] in its config.json", ()
-        if description is None:
+        if model_spec is None:
             remedy, hint = advise_model_folder(path, '"img_size": [HEIGHT, WIDTH]'), MODEL_FOLDER
         raise CheckpointError(
             f"{path} has pos_embed for {num_patches} patches, which do not form a square, and does "

@@ -20,8 +20,8 @@ from ssl_bench.models.loading.checkpoint import (
     read_rgb,
 )
 from ssl_bench.models.loading.foreign import load_foreign
-from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
-from ssl_bench.models.loading.layouts import Description
+from ssl_bench.models.loading.hub import WEIGHTS_FILES, fetch_hub_file
+from ssl_bench.models.loading.layouts import ModelSpec
 from ssl_bench.system.files import expand_path, read_regular, resolve_links
 
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
@@ -59,7 +59,7 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
     else:
         repository, _, revision = place.partition("@")
         label = place.rpartition("/")[2]
-        file = partial(hugging_face_file, repository, revision=revision or None)
+        file = partial(fetch_hub_file, repository, revision=revision or None)
     path = file([_CONFIG])
     config = _read(path)
     if "architecture" in config:
@@ -76,7 +76,7 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
             hint=PYTHON_FILE,
         )
     weights = file(WEIGHTS_FILES)
-    description = None if model_type == _DINOV3 else _read_description(config, path)
+    model_spec = None if model_type == _DINOV3 else _read_model_spec(config, path)
     normalization, normalization_source = IMAGENET_NORMALIZATION, ASSUMED
     try:
         preprocessor = file([_PREPROCESSOR])
@@ -93,7 +93,7 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
     else:
         normalization = _read_normalization(_read(preprocessor), preprocessor)
         normalization_source = preprocessor.name
-    if description is None:
+    if model_spec is None:
         from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
 
         encoder = load_dinov3_folder(weights, uri=uri, label=label, normalization=normalization)
@@ -112,7 +112,7 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
             weights,
             uri=uri,
             name=label,
-            description=description,
+            model_spec=model_spec,
             normalization=normalization,
             normalization_source=normalization_source,
         )
@@ -167,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_description(config: Mapping[str, Any], path: Path) -> Description:
+def _read_model_spec(config: Mapping[str, Any], path: Path) -> ModelSpec:
     """Read from config.json what the shapes of tensors do not show, such as the number of heads.
 
     Args:
@@ -192,7 +192,7 @@ def _read_description(config: Mapping[str, Any], path: Path) -> Description:
                 f"{_EXPECTED.get(key, 'a positive integer')}. Save it with "
                 "config.to_json_file(..., use_diff=False)"
             )
-    return Description(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
+    return ModelSpec(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
 
 
 def _read_normalization(preprocessor: Mapping[str, Any], path: Path) -> Normalization:

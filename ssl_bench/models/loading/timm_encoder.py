@@ -52,7 +52,7 @@ from ssl_bench.models.loading.checkpoint import (
     verify_sha256,
 )
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, rename_dinov3
-from ssl_bench.models.loading.hub import download_file, hugging_face_file
+from ssl_bench.models.loading.hub import download_file, fetch_hub_file
 from ssl_bench.models.loading.layouts import dinov3_architecture
 from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
 from ssl_bench.models.timm_model import (
@@ -91,7 +91,7 @@ def load_timm(uri: str) -> Encoder:
                 hint=("--checkpoint", f"timm:{architecture}@{{file}}"),
             )
         hub = published.hf_hub_id
-        path = hugging_face_file(hub) if hub else download_file(str(published.url))
+        path = fetch_hub_file(hub) if hub else download_file(str(published.url))
         return _from_file(uri, name, path, label=name, config={})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_RANDOM_SEED)
@@ -435,7 +435,7 @@ def timm_encoder(
     module, block_info = TimmBackbone(model, traced_info), traced_info or read_block_info(model)
     _join_queries_keys_values(module.blocks)
     height, width = native_size(model)
-    if traced_info is not None and traced_info.any_size:
+    if traced_info is not None and traced_info.dynamic_image_size:
         # Some ConvNets were trained at sizes such as 176, which are not multiples of the stride.
         coarsest = max(traced_info.strides)
         height, width = (max(1, round(side / coarsest)) * coarsest for side in (height, width))
@@ -448,8 +448,8 @@ def timm_encoder(
             "strides": block_info.strides,
             "widths": block_info.widths,
             "channels_last": block_info.channels_last,
-            "any_size": block_info.any_size,
-            "arrange": token_arrangement(model),
+            "dynamic_image_size": block_info.dynamic_image_size,
+            "tokens_to_maps": token_arrangement(model),
         }
     return Encoder(
         module=module.eval().requires_grad_(False),
