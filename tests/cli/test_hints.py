@@ -98,7 +98,7 @@ EXPRESSIONS = {
     "near": "9", "near_command": "pretrain", "near_flags[0]": "overwrite", "nearest": "8",
     "neighbours": "5,10", "num_tokens": "28", "path.name.lower()": "voc2012",
     "remedy": "data.bits=12", "self.key": "train.warmup_epochs", "self.name": "fog",
-    "side": "probe.max_side", "size": "64", "source.name": "voc2012", "std": "[0.5,0.5,0.5]",
+    "side": "probe.max_side", "size": "64", "info.name": "voc2012", "std": "[0.5,0.5,0.5]",
     "str(block)": "11", "str(len(images))": "4", "str(world_size)": "4", "table": "table2",
     "target": "model.vit_tiny_skip", "text_key": "probe.facet",
     "timm_name": "vit_small_patch16_224", "value": "token", "width": "384",
