@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
 from ssl_bench.models import EncoderModule, save_encoder
-from ssl_bench.models.loading.addresses import LAST, epoch_file_name, parse_epoch
+from ssl_bench.models.loading.addresses import LAST_CHECKPOINT, epoch_file_name, parse_epoch
 from ssl_bench.system.device import to_host
 from ssl_bench.system.files import (
     file_sha256,
@@ -43,7 +43,7 @@ from ssl_bench.system.files import (
 from ssl_bench.system.output import say
 from ssl_bench.system.process import reraise_out_of_memory
 
-ENCODER, CONFIG, LOG = LAST, "config.yaml", "log.jsonl"
+ENCODER, CONFIG, LOG = LAST_CHECKPOINT, "config.yaml", "log.jsonl"
 BOARD, WANDB = "tensorboard", "wandb"
 STATE, PREVIOUS = "state.pt", "state.previous.pt"
 _NEW = "state.new.pt"

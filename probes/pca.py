@@ -195,7 +195,7 @@ class PCA(Probe):
         # Colours are aligned with the last block, even if that block is not requested. The colours
         # of a block therefore do not depend on which other blocks are requested.
         encoder = context.encoder
-        stages = [layers for _, layers in encoder.stages(range(encoder.depth))]
+        stages = [layers for _, layers in encoder.group_by_shape(range(encoder.depth))]
         (last,) = (layers[-1] for layers in stages if context.layers[0] in layers)
         layers = tuple(dict.fromkeys((*context.layers, last)))
         try:

@@ -24,7 +24,7 @@ from ssl_bench.errors import ConfigurationError, DataError, hints_for_python
 from ssl_bench.features import FeatureExtractor, Features, resize_image
 from ssl_bench.layers import Facet, resolve_layers
 from ssl_bench.models import Encoder
-from ssl_bench.models.loading.own_module import OwnModule
+from ssl_bench.models.loading.own_module import UserModule
 from ssl_bench.planning import evaluate, plan_request, require_images
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import Record, ResultStore, to_pandas
@@ -192,7 +192,7 @@ def probe(
         SslBenchError: An argument, the encoder or the data is invalid.
     """
     sets = {"train": train, "val": val, "images": images}
-    sets = {role: one for role, one in sets.items() if one is not None}
+    sets = {usage: one for usage, one in sets.items() if one is not None}
     if sets and (dataset or data_root):
         raise ConfigurationError(
             f"{' and '.join(sets)} cannot be combined with dataset or data_root. Pass either your "
@@ -378,7 +378,7 @@ def _prepare_encoder(
             f"got {type(encoder).__name__}"
         )
     module = encoder.module
-    if device is None and isinstance(module, OwnModule):
+    if device is None and isinstance(module, UserModule):
         device = next((str(p.device) for p in module.parameters()), "cpu")
     with restore_tensor_storage(module):
         yield encoder, choose_device(device)
@@ -391,7 +391,7 @@ def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 
         batch = _require_unit_range(image, 3)[None]
         return nn.functional.interpolate(batch, size=size, mode="bilinear", antialias=True)[0]
     if not isinstance(image, np.ndarray):
-        image = read_image(Path(image), upright=True)
+        image = read_image(Path(image), apply_exif_orientation=True)
     elif image.dtype != np.uint8 or image.shape[2:] != (3,):
         raise ConfigurationError(
             "expected a numpy.uint8 array of height x width x 3 with values from 0 to 255, got "

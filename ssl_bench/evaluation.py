@@ -177,7 +177,7 @@ class ProbeContext:
         """
         return [
             replace(self, encoder=encoder, layers=layers)
-            for encoder, layers in self.encoder.stages(self.layers)
+            for encoder, layers in self.encoder.group_by_shape(self.layers)
         ]
 
 
@@ -631,8 +631,8 @@ class Evaluation:
         details |= position_details(self.probe, self.encoder, key.layer)
         if unreadable:
             details["left_out"] = summarize_left_out(unreadable)
-        if self.encoder.contents.epoch is not None:
-            details["epoch"] = self.encoder.contents.epoch
+        if self.encoder.weights_info.epoch is not None:
+            details["epoch"] = self.encoder.weights_info.epoch
         return key.record(
             depth=self.encoder.depth,
             value=score.value,
@@ -860,7 +860,7 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
         ConfigurationError: The encoder does not accept a size that the user set.
         UnfitEncoder: The encoder accepts only one size, and this size is not square.
     """
-    if not encoder.any_size:
+    if not encoder.dynamic_image_size:
         return _set_only_size(probe, encoder, typed)
     probe = probe.with_native_size(encoder.native_size)
     size, patch = probe.image_size, max(encoder.architecture.get("strides") or [encoder.patch_size])

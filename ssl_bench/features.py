@@ -82,8 +82,8 @@ class FeatureExtractor:
         encoder, layers, facets, device, dtype, pad: The arguments. Duplicate layers and facets are
             removed.
         patch_size: Distance between neighbouring tokens in pixels (stride). If it differs between
-            the layers, as in hierarchical encoders, this is the largest distance. `Encoder.stages`
-            groups layers with the same stride and width.
+            the layers, as in hierarchical encoders, this is the largest distance.
+            `Encoder.group_by_shape` groups layers with the same stride and width.
         dim: Feature width of the deepest layer.
         depth: Number of blocks of the encoder.
     """
@@ -127,7 +127,8 @@ class FeatureExtractor:
         """
         encoder = self.encoder
         patch = max((*encoder.strides, self.patch_size))
-        trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
+        is_dynamic = encoder.dynamic_image_size
+        trial = [n * patch for n in _TRIAL_GRID] if is_dynamic else encoder.native_size
         features, _ = self._extract_batch(torch.zeros(2, 3, *trial), self.dtype)
         widths: dict[Facet, int] = {}
         for tap in self._taps:
@@ -343,7 +344,7 @@ class FeatureExtractor:
 
         If the extractor pads images, pass the size after padding.
         """
-        if not self.encoder.any_size and (height, width) != self.encoder.native_size:
+        if not self.encoder.dynamic_image_size and (height, width) != self.encoder.native_size:
             rows, cols = self.encoder.native_size
             raise UnfitEncoder(
                 f"{self.encoder.name} only accepts images of {rows} x {cols} pixels, "
@@ -480,9 +481,9 @@ class FeatureExtractor:
     def _arrange(
         self, layer: int, patches: Float[Tensor, "batch patches width"], grid: Grid
     ) -> Float[Tensor, "batch rows cols width"]:
-        if self.encoder.arrange is None:
+        if self.encoder.tokens_to_maps is None:
             return patches.unflatten(1, grid)
-        return self.encoder.arrange(patches, layer)
+        return self.encoder.tokens_to_maps(patches, layer)
 
 
 def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:

@@ -30,13 +30,13 @@ from ssl_bench.data.files.readable import (
     leave_out_unreadable,
     suggest_skipping,
 )
-from ssl_bench.data.samples import ROLE_ANNOTATIONS, Dataset, datasets_with
+from ssl_bench.data.samples import ROLE_ANNOTATIONS, Dataset, find_datasets
 from ssl_bench.data.splits import (
     CachedDataset,
     DType,
     ListedDataset,
     apply_shared_values,
-    shared_values,
+    read_shared_values,
 )
 from ssl_bench.errors import (
     BrokenFile,
@@ -290,7 +290,7 @@ def evaluate(
             probe = planned.fit_to(encoder)
             _log_adaptations(planned, probe, encoder)
             changed = changed_settings(probe)
-            if "image_size" not in planned.chosen_fields or not encoder.any_size:
+            if "image_size" not in planned.chosen_fields or not encoder.dynamic_image_size:
                 # The encoder determined the image size, not the user.
                 changed.pop("image_size", None)
             records += Evaluation(
@@ -520,7 +520,7 @@ def _build_pair(
     ]
     overrides = [*overrides, *adapted]
     config = probing_config(*pair, overrides, root) if adapted else config
-    values = shared_values(config)
+    values = read_shared_values(config)
     # Keys such as `data.limit` and `corrupt` select or change images of the full dataset.
     requested = views.setdefault(f"{key} {values}", apply_shared_values(full, values))
     return PlannedProbe(
@@ -553,7 +553,7 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
     elif unsupported:
         kind = ConfigurationError if supported else DataError
         fitting = ". ".join(
-            f"Datasets with {ROLE_ANNOTATIONS[role]}: {', '.join(datasets_with(role))}"
+            f"Datasets with {ROLE_ANNOTATIONS[role]}: {', '.join(find_datasets(role))}"
             for role in dict.fromkeys(planned.probe.role for planned in unsupported)
         )
         raise kind(

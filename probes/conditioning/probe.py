@@ -346,7 +346,7 @@ def _initialise(encoder: Encoder, seed: int) -> Encoder:
         )
     model = build_encoder(encoder.module.config, seed=seed)
     mean_std = (encoder.mean, encoder.std)
-    return encoder_from_model(model, name=encoder.name, uri=encoder.uri, colours=mean_std)
+    return encoder_from_model(model, name=encoder.name, uri=encoder.uri, normalization=mean_std)
 
 
 def _name_and_id(encoder: Encoder | EncoderIdentity) -> str:

@@ -39,7 +39,7 @@ from ssl_bench.composition.fields import (
     Threads,
     require_nonempty,
 )
-from ssl_bench.data.samples import Dataset, ImageSet, Sample, Search
+from ssl_bench.data.samples import Dataset, ImageSet, RetrievalTarget, Sample
 from ssl_bench.data.splits import sample_indices
 from ssl_bench.errors import ConfigurationError, DataError, UnfitEncoder
 from ssl_bench.evaluation import Probe, ProbeContext, Score
@@ -209,7 +209,7 @@ class Instances(Probe):
                 f"{encoder.name} has no [CLS] token, which the facet cls_gem needs",
                 hint=("probe.facet=gem",),
             )
-        if not encoder.any_size and set(self.scales) != {1.0}:
+        if not encoder.dynamic_image_size and set(self.scales) != {1.0}:
             raise UnfitEncoder(
                 f"{encoder.name} accepts images of one size only, so probe.scales must be [1.0]",
                 hint=("probe.scales=[1.0]",),
@@ -306,13 +306,15 @@ class Instances(Probe):
 
     def _encode(
         self, context: ProbeContext, images: ImageSet
-    ) -> tuple[dict[LayerFacet, Float[Tensor, "rows dim"]], list[tuple[Search | None, int | None]]]:
+    ) -> tuple[
+        dict[LayerFacet, Float[Tensor, "rows dim"]], list[tuple[RetrievalTarget | None, int | None]]
+    ]:
         """Compute the descriptors (feature vectors) of all images and their modified copies.
 
         Returns:
             Two results. The first contains the descriptors by layer and facet (kind of feature,
             such as the [CLS] token). Each image is followed by its copies. The second contains two
-            values for each image: the annotated search with this image as the query, and the class.
+            values for each image: the target of this image as a query, and the class.
             Unknown values are None.
         """
         parts = dict.fromkeys(part for facet in self.facets for part in FACETS[facet])
@@ -336,7 +338,7 @@ class Instances(Probe):
         shown = context.progress(read, f"{images.name} images", len(images))
         first = 0
         for batch in batched(shown, self.batch_size):
-            annotations += [(sample.search, sample.label) for sample, _ in batch]
+            annotations += [(sample.retrieval_target, sample.label) for sample, _ in batch]
             # Images of the same size are encoded together.
             by_size = defaultdict(list)
             for number, (sample, pixels) in enumerate(batch):
@@ -378,11 +380,11 @@ class Instances(Probe):
     # Queries.
 
     def _find_queries(
-        self, images: ImageSet, annotations: Sequence[tuple[Search | None, int | None]]
+        self, images: ImageSet, annotations: Sequence[tuple[RetrievalTarget | None, int | None]]
     ) -> tuple[list[Query], Indices]:
         """Return the queries, and the indices of the database images among all descriptors.
 
-        `annotations` contains the annotated search and the class of each image.
+        `annotations` contains the retrieval target and the class of each image.
         """
         everything, none = np.arange(len(images)), np.empty(0, np.int64)
         if self.protocol == "class_folders":
@@ -402,12 +404,12 @@ class Instances(Probe):
         def find(ids: Collection[str]) -> Indices:
             return np.array(sorted(rows[i] for i in ids if i in rows), np.int64)
 
-        searches = {row: search for row, (search, _) in enumerate(annotations) if search}
-        distinct = {id(one.bystanders): one.bystanders for one in searches.values()}
+        targets = {row: target for row, (target, _) in enumerate(annotations) if target}
+        distinct = {id(one.excluded_ids): one.excluded_ids for one in targets.values()}
         database = np.setdiff1d(everything, find(frozenset().union(*distinct.values())))
         queries = [
             Query(row, find(one.matches), find(one.hard_matches), find(one.ignored))
-            for row, one in searches.items()
+            for row, one in targets.items()
         ]
         return self._require_matches(queries, database, images), database
 

@@ -23,8 +23,8 @@ from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
 from ssl_bench.data.samples import SPLITS_OF_ROLES, Dataset, ImageSet
 from ssl_bench.data.shrinking import shrink_images
-from ssl_bench.data.sources import SOURCES, Download, Source
-from ssl_bench.data.splits import shared_values
+from ssl_bench.data.sources import DATASET_INFOS, DatasetInfo, Download
+from ssl_bench.data.splits import read_shared_values
 from ssl_bench.errors import (
     ConfigurationError,
     DataError,
@@ -80,72 +80,72 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     if options.target is not None:
-        source = _find_source(options.action, options.target)
-        facts = _as_json(source)
-        print(dump_json(facts) if options.json else "\n".join(_format_facts(facts, source)))
+        info = _find_info(options.action, options.target)
+        facts = _as_json(info)
+        print(dump_json(facts) if options.json else "\n".join(_format_facts(facts, info)))
         return 0
     if options.json:
-        print(dump_json([_as_json(source) for source in SOURCES.values()]))
+        print(dump_json([_as_json(info) for info in DATASET_INFOS.values()]))
         return 0
-    for source in SOURCES.values():
-        size = format_size(source.size) if source.downloads else "-"
-        way = f"download {source.name}" if source.downloads else "by hand"
-        way = "generated" if source.is_generated else way
-        print(f"{source.name:<15} {size:>8}  {way:<20} {source.title} ({source.licence})")
+    for info in DATASET_INFOS.values():
+        size = format_size(info.size) if info.downloads else "-"
+        way = f"download {info.name}" if info.downloads else "by hand"
+        way = "generated" if info.is_generated else way
+        print(f"{info.name:<15} {size:>8}  {way:<20} {info.title} ({info.licence})")
     print("Run `ssl-bench data list NAME` to show the folder tree, files and classes of a dataset.")
     return 0
 
 
-def _find_source(action: str, name: str | None) -> Source:
+def _find_info(action: str, name: str | None) -> DatasetInfo:
     if name is None:
         raise ConfigurationError(
-            f"data {action} expects the name of a dataset, one of {', '.join(SOURCES)}",
+            f"data {action} expects the name of a dataset, one of {', '.join(DATASET_INFOS)}",
             hint=("ssl-bench", "data", "list"),
         )
     hint = ("ssl-bench", "data", action, "{near}")
     require_choice("dataset", name, choices("dataset"), hint=hint)
-    return SOURCES.get(name) or Source(name, title=name, tree=("any folder",))
+    return DATASET_INFOS.get(name) or DatasetInfo(name, title=name, tree=("any folder",))
 
 
-def _as_json(source: Source) -> dict[str, Any]:
-    dataset, _ = _build_dataset(source.name, None)
-    facts = asdict(source)
+def _as_json(info: DatasetInfo) -> dict[str, Any]:
+    dataset, _ = _build_dataset(info.name, None)
+    facts = asdict(info)
     instructions = facts.pop("instructions")
     return {
         **facts,
         "by_hand": instructions,
-        "counts": dict(source.counts),
-        "size": source.size,
+        "counts": dict(info.counts),
+        "size": info.size,
         "roles": [role for role in SPLITS_OF_ROLES if role in dataset.supports],
-        "class_names": list(_class_names(source, dataset)),
+        "class_names": list(_class_names(info, dataset)),
     }
 
 
-def _format_facts(facts: Mapping[str, Any], source: Source) -> list[str]:
+def _format_facts(facts: Mapping[str, Any], info: DatasetInfo) -> list[str]:
     names = ", ".join(facts["class_names"]) or "listed in the downloaded files"
     files = []
-    for file in source.downloads:
+    for file in info.downloads:
         published = file.published
         digest = f"{published.algorithm} {published.digest}" if published.digest else "no digest"
         files.append(f"{published.url} ({format_size(file.size)}, {digest}) into DIR/{file.into}")
     rows = [
-        ("title", source.title),
-        ("homepage", source.homepage),
-        ("licence", source.licence),
+        ("title", info.title),
+        ("homepage", info.homepage),
+        ("licence", info.licence),
         ("roles", ", ".join(facts["roles"])),
-        *(("expected", line) for line in source.tree),
-        *((split, f"{count:,} images") for split, count in source.counts.items()),
+        *(("expected", line) for line in info.tree),
+        *((split, f"{count:,} images") for split, count in info.counts.items()),
         *(("file", line) for line in files),
-        *([("by hand", source.instructions)] if source.instructions else []),
-        *([("classes", f"{source.num_classes}: {names}")] if source.num_classes else []),
+        *([("by hand", info.instructions)] if info.instructions else []),
+        *([("classes", f"{info.num_classes}: {names}")] if info.num_classes else []),
     ]
-    return [source.name, *(f"  {label:<10} {text}" for label, text in rows)]
+    return [info.name, *(f"  {label:<10} {text}" for label, text in rows)]
 
 
-def _class_names(source: Source, dataset: Any) -> Sequence[str]:
-    if source.name.startswith("voc"):
+def _class_names(info: DatasetInfo, dataset: Any) -> Sequence[str]:
+    if info.name.startswith("voc"):
         return CLASS_NAMES
-    if source.name == "coco_stuff":
+    if info.name == "coco_stuff":
         return [name for name, _ in read_classes().values()]
     return getattr(dataset, "class_names", ())
 
@@ -167,18 +167,18 @@ def _build_dataset(
     from ssl_bench.composition.compose import add_data_root, build, compose_config
 
     config = compose_config("data", add_data_root([f"dataset={name}", *overrides], root))
-    shared = shared_values(config)
+    shared = read_shared_values(config)
     return build(config, "dataset"), ReadOptions(shared["data.fingerprint"], shared["data.bits"])
 
 
 def _download(options: argparse.Namespace) -> int:
-    source = _find_source(options.action, options.target)
-    if not source.downloads:
-        reason = source.instructions or "ssl-bench knows no download address"
-        raise ConfigurationError(f"{source.name} cannot be downloaded automatically: {reason}")
+    info = _find_info(options.action, options.target)
+    if not info.downloads:
+        reason = info.instructions or "ssl-bench knows no download address"
+        raise ConfigurationError(f"{info.name} cannot be downloaded automatically: {reason}")
     root = _require_root(options)
-    pending = [file for file in source.downloads if not _is_finished(file, root)]
-    say(f"{source.title} ({source.licence}), {source.homepage}")
+    pending = [file for file in info.downloads if not _is_finished(file, root)]
+    say(f"{info.title} ({info.licence}), {info.homepage}")
     # The archives and their unpacked files both need disk space.
     size = sum(file.size for file in pending)
     for file in pending:
@@ -191,10 +191,10 @@ def _download(options: argparse.Namespace) -> int:
         _download_file(file, root)
     if options.json:
         names = [file.name for file in pending]
-        result = {"dataset": source.name, "root": str(root), "fetched": names}
+        result = {"dataset": info.name, "root": str(root), "fetched": names}
         print(dump_json(result, indent=None))
-    say(f"{source.name} is complete in {root}. You may delete the archives in this folder.")
-    say(f"run `ssl-bench data check {source.name} --data-root {root}` to check the dataset")
+    say(f"{info.name} is complete in {root}. You may delete the archives in this folder.")
+    say(f"run `ssl-bench data check {info.name} --data-root {root}` to check the dataset")
     return 0
 
 
@@ -301,21 +301,21 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     name, own_root = options.target, None
     if name is not None and ":" in name:
         name, own_root = require_dataset(name)
-    source = _find_source("check", name)
+    info = _find_info("check", name)
     if own_root is not None and options.data_root is not None:
         raise ConfigurationError(
             f"{options.target} names its folder, so --data-root has no effect. Remove this flag"
         )
-    if source.is_generated and options.data_root is not None:
+    if info.is_generated and options.data_root is not None:
         raise ConfigurationError(
-            f"dataset {source.name} is generated, so --data-root has no effect. Remove this flag"
+            f"dataset {info.name} is generated, so --data-root has no effect. Remove this flag"
         )
-    root = own_root if source.is_generated or own_root else str(_require_root(options))
-    raw_dataset, read_options = _build_dataset(source.name, root, overrides)
+    root = own_root if info.is_generated or own_root else str(_require_root(options))
+    raw_dataset, read_options = _build_dataset(info.name, root, overrides)
     dataset = dataset_with_read_options(raw_dataset, read_options)
     if getattr(raw_dataset, "leaves_out_unreadable", False):
-        return _check_photographs(source.name, dataset.images(), as_json=options.json)
-    counts = {} if options.subset else source.counts
+        return _check_photographs(info.name, dataset.images(), as_json=options.json)
+    counts = {} if options.subset else info.counts
     # Check images without annotations only if the dataset has no annotated images.
     roles = [role for role in SPLITS_OF_ROLES if role in dataset.supports and role != "images"]
     splits = dict.fromkeys(
@@ -323,14 +323,14 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     )
     states = [_check_split(dataset, split, counts.get(split)) for split in splits]
     if options.json:
-        print(dump_json({"dataset": source.name, "splits": states}))
+        print(dump_json({"dataset": info.name, "splits": states}))
     else:
         for state in states:
             print(escape_lines(_format_state(state)))
-        if classes := _format_classes(source, raw_dataset, dataset, states):
+        if classes := _format_classes(info, raw_dataset, dataset, states):
             print(escape_unprintable(classes))
     if any(state["problems"] for state in states):
-        raise _dataset_error(source, root, states)
+        raise _dataset_error(info, root, states)
     return 0
 
 
@@ -395,10 +395,10 @@ def _format_state(state: Mapping[str, Any]) -> list[str]:
 
 
 def _format_classes(
-    source: Source, raw_dataset: Any, dataset: Dataset, states: Sequence[Mapping[str, Any]]
+    info: DatasetInfo, raw_dataset: Any, dataset: Dataset, states: Sequence[Mapping[str, Any]]
 ) -> str:
-    names = _class_names(source, raw_dataset)
-    if source.name == "ade20k":
+    names = _class_names(info, raw_dataset)
+    if info.name == "ade20k":
         root = Path(raw_dataset.root)
         inside = root / "ADEChallengeData2016"
         names = ade20k_class_names(inside if inside.is_dir() else root)
@@ -411,7 +411,7 @@ def _format_classes(
 
 
 def _dataset_error(
-    source: Source, root: str | None, states: Sequence[Mapping[str, Any]]
+    info: DatasetInfo, root: str | None, states: Sequence[Mapping[str, Any]]
 ) -> DataError:
     """Return the error for a dataset with problems. Its hint says how to get the complete dataset.
 
@@ -420,7 +420,7 @@ def _dataset_error(
     faulty = [state for state in states if state["problems"]]
     count = sum(len(state["problems"]) for state in faulty)
     message = (
-        f"{source.name} in {root} has {count} problem{'s' * (count > 1)}. The first is in "
+        f"{info.name} in {root} has {count} problem{'s' * (count > 1)}. The first is in "
         f"{faulty[0]['role']}: {faulty[0]['problems'][0]}"
     )
     # If the dataset is only a subset, all existing images are readable, but some are missing.
@@ -430,13 +430,13 @@ def _dataset_error(
     )
     subset = ("--subset",) if is_subset else ()
     fetch = ()
-    if source.downloads:
+    if info.downloads:
         fetch = (
-            *("ssl-bench", "data", "download", source.name),
+            *("ssl-bench", "data", "download", info.name),
             *("--data-root", escape_braces(str(root))),
         )
-    elif source.instructions and source.counts:
-        message += f". To get it: {source.instructions}"
+    elif info.instructions and info.counts:
+        message += f". To get it: {info.instructions}"
     return DataError(message, hint=join_alternatives(subset, fetch))
 
 

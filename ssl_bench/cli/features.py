@@ -23,7 +23,7 @@ from ssl_bench.data.files.readable import (
     summarize_left_out,
 )
 from ssl_bench.data.samples import SPLITS_OF_ROLES, Dataset, ImageSet
-from ssl_bench.data.splits import apply_shared_values, shared_values
+from ssl_bench.data.splits import apply_shared_values, read_shared_values
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import unreadable_ids
 from ssl_bench.features import FeatureExtractor, resize_image
@@ -136,7 +136,7 @@ def _open_dataset(
     name, root = require_dataset(options.dataset)
     words = [f"dataset={name}", *add_data_root(overrides, root or options.data_root)]
     config = compose_config("data", words)
-    values = shared_values(config)
+    values = read_shared_values(config)
     dataset: Dataset = build(config, "dataset")
     view = apply_shared_values(dataset, values)
     readable = leave_out_unreadable(view, dataset, on_bad_image, ReadabilityCache())

@@ -26,7 +26,7 @@ from ssl_bench.composition.compose import (
     read_file,
 )
 from ssl_bench.composition.fields import describe_type
-from ssl_bench.data.splits import SHARED
+from ssl_bench.data.splits import SHARED_KEY_TYPES
 from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.request import probing_config
 
@@ -179,7 +179,7 @@ def list_described_keys(config: dict[str, Any], parents: Sequence[str]) -> list[
     """
     descriptions = describe_keys(config)
     types = {key: kind for key, (kind, _) in descriptions.items()}
-    types |= {key: describe_type(kind) for key, kind in SHARED.items()}
+    types |= {key: describe_type(kind) for key, kind in SHARED_KEY_TYPES.items()}
     values = {}
     for full_key, value in flatten_config(config).items():
         owner, _, last = full_key.rpartition(".")

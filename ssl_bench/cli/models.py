@@ -64,14 +64,14 @@ def describe_encoder(encoder: Encoder) -> dict[str, Any]:
     `total` are numbers of tensors in the file. `ignored` maps the names of unused tensors to the
     reason why they are unused. `colours_from` states where `mean` and `std` come from.
     """
-    contents = encoder.contents
+    weights_info = encoder.weights_info
     return {
         "uri": encoder.uri,
         "name": encoder.name,
-        "format": _file_format(contents.file),
-        "size": contents.file.stat().st_size if contents.file else 0,
-        "layout": contents.layout,
-        "source": contents.source,
+        "format": _file_format(weights_info.file),
+        "size": weights_info.file.stat().st_size if weights_info.file else 0,
+        "layout": weights_info.layout,
+        "source": weights_info.source,
         "depth": encoder.depth,
         "width": encoder.dim,
         "heads": encoder.num_heads,
@@ -82,12 +82,12 @@ def describe_encoder(encoder: Encoder) -> dict[str, Any]:
         "image_size": encoder.native_size,
         "mean": encoder.mean,
         "std": encoder.std,
-        "colours_from": encoder.colours_from,
+        "colours_from": encoder.normalization_source,
         "parameters": sum(value.numel() for value in encoder.module.parameters()),
         "used": encoder.loaded_keys,
         "total": encoder.total_keys,
-        "ignored": dict(contents.ignored),
-        "note": contents.note or _NO_KEYS * ("key" in encoder.fallback_facets),
+        "ignored": dict(weights_info.ignored),
+        "note": weights_info.note or _NO_KEYS * ("key" in encoder.fallback_facets),
         "sha256": encoder.sha256,
     }
 

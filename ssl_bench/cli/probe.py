@@ -8,7 +8,7 @@ from ssl_bench.errors import UnfitEncoder, escape_braces, with_hint
 from ssl_bench.evaluation import FeatureCache
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
-from ssl_bench.models.loading.addresses import expand, is_baseline, layers_of_encoder
+from ssl_bench.models.loading.addresses import expand_addresses, is_baseline, layers_of_encoder
 from ssl_bench.models.loading.load import encoder_addresses, load_and_log, require_layers
 from ssl_bench.planning import PlannedProbe, evaluate, plan_request, require_images
 from ssl_bench.request import ProbeRequest, probing_config
@@ -62,7 +62,7 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
     require_images(plan)
     require_writable(store.root)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
-    named = expand(request.checkpoints)
+    named = expand_addresses(request.checkpoints)
     can_skip_task = request.all_tasks and len(plan) > 1
     can_skip = {uri: can_skip_task or (is_baseline(uri) and uri not in named) for uri in uris}
     # Check all encoders before the first one is probed.

@@ -19,7 +19,7 @@ from ssl_bench.composition.choices import (
     unknown_name_error,
 )
 from ssl_bench.composition.compose import flatten_config, read_file
-from ssl_bench.data.sources import SOURCES
+from ssl_bench.data.sources import DATASET_INFOS
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, escape_braces
 from ssl_bench.results.record import SUPERVISED, Record, encoder_id
 from ssl_bench.results.store import ResultStore
@@ -616,7 +616,7 @@ def _format_sizes(dataset_names: Sequence[str]) -> str:
 
     Unknown sizes are shown as "?".
     """
-    sizes = {name: SOURCES[name].size / 1e9 for name in dataset_names if name in SOURCES}
+    sizes = {name: DATASET_INFOS[name].size / 1e9 for name in dataset_names if name in DATASET_INFOS}
     sizes |= {name: size for name, size in TRAINING_GB.items() if name in dataset_names}
     words = [
         f"{name} {sizes[name]:.3g} GB" if sizes.get(name) or name in TRAINING_GB else f"{name} ?"

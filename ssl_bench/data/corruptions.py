@@ -37,7 +37,7 @@ Pixels = UInt8[np.ndarray, "height width 3"]
 
 KEY = "corrupt"
 SEVERITIES = (1, 2, 3, 4, 5)
-NAMES = (
+CORRUPTION_NAMES = (
     *("gaussian_noise", "shot_noise", "impulse_noise"),
     *("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
     *("snow", "fog", "brightness"),
@@ -58,7 +58,7 @@ class Corruption:
     """A type of image corruption and its severity.
 
     Attributes:
-        name: Type of the corruption, such as "snow". One of `NAMES`.
+        name: Type of the corruption, such as "snow". One of `CORRUPTION_NAMES`.
         severity: Number from 1 (weakest) to 5 (strongest).
 
     Raises:
@@ -69,8 +69,9 @@ class Corruption:
     severity: int
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            message, known = f"unknown corruption {format_value(self.name)}", [*NAMES, _ALL]
+        if self.name not in CORRUPTION_NAMES:
+            message = f"unknown corruption {format_value(self.name)}"
+            known = [*CORRUPTION_NAMES, _ALL]
             raise unknown_name_error(message, self.name, known, hint=("corrupt={near}:3",))
         if self.severity not in SEVERITIES:
             raise ConfigurationError(
@@ -177,7 +178,7 @@ def _parse_severities(text: str) -> list[Corruption]:
                 hint=("corrupt={corruption}:3",),
             )
         limits.append(int(number))
-    names = NAMES if name == _ALL else (name,)
+    names = CORRUPTION_NAMES if name == _ALL else (name,)
     # If both limits are valid, the severities between them are valid too.
     for limit in limits:
         Corruption(names[0], limit)

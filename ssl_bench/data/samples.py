@@ -53,7 +53,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Search:
+class RetrievalTarget:
     """Ground truth of a search for images of the same object or place as a query image.
 
     Attributes:
@@ -62,14 +62,14 @@ class Search:
             find. No image is both here and in `matches`.
         ignored: Ids of images that count as neither right nor wrong. They are removed from the
             ranking of this search.
-        bystanders: Ids of images that are removed from the rankings of all searches, such as the
+        excluded_ids: Ids of images that are removed from the rankings of all searches, such as the
             queries. Several searches can share this set.
     """
 
     matches: frozenset[str]
     hard_matches: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
-    bystanders: frozenset[str] = frozenset()
+    excluded_ids: frozenset[str] = frozenset()
 
 
 # The base class is `Sequence[Any]`, because a run-time check of the type `Sequence[Sample]` would
@@ -109,8 +109,8 @@ class Sample:
         label: Class number of the whole image.
         pair: Second image with corresponding points.
         depth: Depth of each pixel in metres, or 0 where it is unknown.
-        search: Ground truth of an image search in which this image is the query. None if it is not
-            a query.
+        retrieval_target: Ground truth of an image search in which this image is the query. None if
+            it is not a query.
         frames: All frames of a video whose first frame is this image. An object has the same number
             in the masks of all frames. The mask of a frame without annotation is None.
     """
@@ -122,7 +122,7 @@ class Sample:
     label: int | None = None
     pair: Pair | None = None
     depth: Float32[np.ndarray, "height width"] | None = None
-    search: Search | None = None
+    retrieval_target: RetrievalTarget | None = None
     frames: Frames | None = None
 
 
@@ -364,11 +364,11 @@ def unsupported_role_error(dataset: str, role: str) -> DataError:
         dataset: Name of the dataset.
         role: The evaluation, such as "segmentation".
     """
-    others = ", ".join(datasets_with(role))
+    others = ", ".join(find_datasets(role))
     return DataError(f"{dataset} has no {ROLE_ANNOTATIONS[role]}. Datasets for {role}: {others}")
 
 
-def datasets_with(role: str) -> list[str]:
+def find_datasets(role: str) -> list[str]:
     """Return the names of the built-in datasets that support an evaluation.
 
     Args:
@@ -386,7 +386,7 @@ def datasets_with(role: str) -> list[str]:
     return sorted(names)
 
 
-def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
+def resolve_dataset_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
     """Return the name under which results on a published dataset are stored.
 
     It is `name` if all splits have their published numbers of images. Otherwise, the number of
@@ -404,7 +404,7 @@ def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
     return f"{name}-{len(set().union(*ids.values()))}"
 
 
-def require_own_name(name: str) -> None:
+def reject_published_name(name: str) -> None:
     """Raise `ConfigurationError` if the name of a user's dataset is that of a published dataset."""
     if name in PUBLISHED_COUNTS:
         raise ConfigurationError(
@@ -417,23 +417,23 @@ def find_root(
     root: str | Path | None,
     *,
     name: str,
-    inside: Sequence[str],
-    landmarks: Sequence[str],
+    subfolders: Sequence[str],
+    marker_folders: Sequence[str],
     tree: str,
 ) -> Path:
-    """Find the folder of a dataset, which is `root` or one of the folders `inside` it.
+    """Find the folder of a dataset, which is `root` or one of its `subfolders`.
 
-    The first of these folders that contains at least one of the `landmarks` is returned.
+    The first of these folders that contains at least one of the `marker_folders` is returned.
 
     Args:
         root: The folder that the user entered.
         name: Name of the dataset, for error messages.
-        inside: Paths relative to `root` where the dataset may be, such as "VOCdevkit/VOC2012".
-        landmarks: Subfolders by which the dataset is recognised, such as "JPEGImages".
+        subfolders: Paths relative to `root` where the dataset may be, such as "VOCdevkit/VOC2012".
+        marker_folders: Subfolders by which the dataset is recognised, such as "JPEGImages".
         tree: Description of the expected files, for error messages.
 
     Raises:
-        DataError: `root` is None, or none of the folders contains a landmark.
+        DataError: `root` is None, or none of the folders contains a marker folder.
     """
     expected = f"expected {tree}. docs/data.md explains where to get it"
     if root is None:
@@ -441,8 +441,8 @@ def find_root(
             f"{name} needs the folder of its files: {expected}", hint=("--data-root", "{folder}")
         )
     typed = resolve_folder(root)
-    for folder in (typed, *(typed / part for part in inside)):
-        if any((folder / landmark).is_dir() for landmark in landmarks):
+    for folder in (typed, *(typed / part for part in subfolders)):
+        if any((folder / marker).is_dir() for marker in marker_folders):
             return folder
     problem = "does not contain" if typed.is_dir() else "is not a folder with"
     raise DataError(f"{typed} {problem} {name}: {expected}")

@@ -10,7 +10,7 @@ from PIL import Image
 
 from ssl_bench.data.files.file_sets import FileImageSet, join_names
 from ssl_bench.data.files.fingerprints import file_state, map_in_threads
-from ssl_bench.data.files.images import decode_upright, read_data_file
+from ssl_bench.data.files.images import decode_oriented, read_data_file
 from ssl_bench.data.layouts.folder import find_image_paths
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.files import (
@@ -21,7 +21,7 @@ from ssl_bench.system.files import (
 )
 from ssl_bench.system.output import say, show_progress
 
-ABOUT = Path(".ssl-bench/shrunk.json")
+METADATA_FILE = Path(".ssl-bench/shrunk.json")
 """Path below the folder of the copies of a file that states how they were made."""
 _QUALITY = 95
 _FORMATS = {
@@ -48,8 +48,8 @@ def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
         side: Maximum length in pixels of the shorter side of a copy.
 
     Returns:
-        Dictionary that is also written to the file `ABOUT`. It contains the folder of the images
-        ("root"), "side", the "fingerprint" (hash) of the images, their number ("images"),
+        Dictionary that is also written to the file `METADATA_FILE`. It contains the folder of the
+        images ("root"), "side", the "fingerprint" (hash) of the images, their number ("images"),
         "bytes_before" and "bytes_after".
 
     Raises:
@@ -70,7 +70,7 @@ def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
             f"{out} has other files or copies of another size, expected a new folder",
             hint=("--out", "{folder}"),
         )
-    write_text_atomically(out / ABOUT, json.dumps(settings) + "\n")
+    write_text_atomically(out / METADATA_FILE, json.dumps(settings) + "\n")
     remove_orphans_below(out)
 
     def copy(name: str) -> DataError | None:
@@ -97,7 +97,7 @@ def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
         "bytes_before": sum(before for before, _ in sizes),
         "bytes_after": sum(after for _, after in sizes),
     }
-    write_text_atomically(out / ABOUT, json.dumps(about, indent=1) + "\n")
+    write_text_atomically(out / METADATA_FILE, json.dumps(about, indent=1) + "\n")
     return about
 
 
@@ -107,7 +107,7 @@ def _is_unfinished(out: Path, settings: dict[str, Any]) -> bool:
     This is the case if the folder is empty, or contains copies with the same settings.
     """
     try:
-        return settings.items() <= json.loads((out / ABOUT).read_text()).items()
+        return settings.items() <= json.loads((out / METADATA_FILE).read_text()).items()
     except (OSError, ValueError, AttributeError):
         return out.is_dir() and not any(out.iterdir())
 
@@ -126,7 +126,7 @@ def _copy(path: Path, copy: Path, side: int, bits: int | None) -> None:
         return
     data = read_data_file(path)
     # Decode every image, so that an unreadable image is an error even if it would only be copied.
-    pixels = decode_upright(data, path, bits)
+    pixels = decode_oriented(data, path, bits)
     height, width = pixels.shape[:2]
     kind, factor = _FORMATS.get(path.suffix.lower()), side / min(height, width)
     if kind is not None and factor < 1:

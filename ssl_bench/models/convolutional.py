@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from ssl_bench.composition.fields import Bounds, Depth, Pixels, RateOrZero, Width
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import EncoderConfig, check_divisible
-from ssl_bench.models.initialisers import FILTER_INITIALISERS, draw_convolutions, make_initialiser
+from ssl_bench.models.initialisers import FILTER_INITIALISERS, init_conv_layers_, make_initialiser
 from ssl_bench.models.vit import EncoderModule, PatchEmbed
 
 Images = Float[Tensor, "batch 3 height width"]
@@ -242,5 +242,5 @@ def _build(kind: Any, config: Any, seed: int) -> tuple[Any, Generator]:
         model = kind(config)
     generator = torch.Generator().manual_seed(seed)
     depthwise = [block.depthwise for block in model.blocks]
-    draw_convolutions(model, depthwise, config.init, config.init_options, generator)
+    init_conv_layers_(model, depthwise, config.init, config.init_options, generator)
     return model, generator

@@ -29,7 +29,7 @@ _IGNORED = frozenset({"training", "fused_attn"})
 
 
 @dataclass(frozen=True)
-class Contents:
+class WeightsInfo:
     """Information about a weights file and about how it was loaded.
 
     Attributes:
@@ -74,7 +74,7 @@ class EncoderIdentity:
         num_registers: Number of registers, which follow the [CLS] token.
         strides: Stride of each block in pixels. Empty if all blocks have the stride `patch_size`.
         widths: Width of each block. Empty if all blocks are equally wide or the widths are unknown.
-        any_size: Whether the encoder accepts image sizes other than `native_size`.
+        dynamic_image_size: Whether the encoder accepts image sizes other than `native_size`.
         fallback_facets: Replacements of default facets (kinds of features) that the encoder lacks.
             For example, {"key": "token"} replaces keys by tokens.
     """
@@ -93,7 +93,7 @@ class EncoderIdentity:
     num_registers: int = 0
     strides: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
-    any_size: bool = True
+    dynamic_image_size: bool = True
     fallback_facets: Mapping[str, str] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
@@ -127,30 +127,30 @@ class Encoder(EncoderIdentity):
         module: Module with `blocks` and `norm`. Each block with attention has a layer `attn.qkv`.
             Blocks return tokens or feature maps. Features are extracted in evaluation mode.
         dim: Width of the last block.
-        colours_from: Text that names the source of `mean` and `std`, such as
+        normalization_source: Text that names the source of `mean` and `std`, such as
             "preprocessor_config.json".
         loaded_keys: Number of tensors that were loaded from the weights file.
         total_keys: Number of all tensors in the weights file, including heads, or 0 if there is no
             file.
-        contents: Further information about the weights file, such as its layout.
+        weights_info: Further information about the weights file, such as its layout.
         channels_last: Whether the channels are the last axis of feature maps.
         position_rule: Text that describes how the position embedding is resized for other image
             sizes. None if there is no position embedding, or if a user's module resizes it.
-        arrange: Function that arranges patch tokens as maps. None if the patches are already in
-            row-major order. Its arguments are the tokens (batch, patches, dim) without prefix
+        tokens_to_maps: Function that arranges patch tokens as maps. None if the patches are already
+            in row-major order. Its arguments are the tokens (batch, patches, dim) without prefix
             tokens, and the index of their block. It returns maps (batch, rows, cols, dim).
     """
 
     module: nn.Module = field(repr=False)
     num_heads: int
     dim: int
-    colours_from: str = "ssl-bench"
+    normalization_source: str = "ssl-bench"
     loaded_keys: int = 0
     total_keys: int = 0
-    contents: Contents = field(default_factory=Contents)
+    weights_info: WeightsInfo = field(default_factory=WeightsInfo)
     channels_last: bool = False
     position_rule: str | None = None
-    arrange: Callable[[Tensor, int], Tensor] | None = None
+    tokens_to_maps: Callable[[Tensor, int], Tensor] | None = None
 
     @classmethod
     def from_module(
@@ -224,7 +224,7 @@ class Encoder(EncoderIdentity):
         """Return the width of the block `layer`."""
         return self.widths[layer] if self.widths else self.dim
 
-    def stages(self, layers: Sequence[int]) -> list[tuple["Encoder", tuple[int, ...]]]:
+    def group_by_shape(self, layers: Sequence[int]) -> list[tuple["Encoder", tuple[int, ...]]]:
         """Group blocks that have the same stride and width.
 
         Args:
@@ -321,7 +321,7 @@ def describe_config(config: EncoderConfig, *, strides: Sequence[int] = ()) -> di
     return json.loads(json.dumps(architecture))
 
 
-def require_images(config: EncoderConfig, address: str) -> None:
+def require_image_encoder(config: EncoderConfig, address: str) -> None:
     """Raise CheckpointError if a model does not read images, such as a Mamba that reads tokens."""
     if config.patch_size == 0:
         version = getattr(config, "version", config.kind)
@@ -343,9 +343,9 @@ def encoder_from_model(
     uri: str = "memory",
     sha256: str | None = None,
     keys: tuple[int, int] = (0, 0),
-    contents: Contents | None = None,
-    colours: Normalization = IMAGENET_NORMALIZATION,
-    colours_from: str = "ssl-bench",
+    weights_info: WeightsInfo | None = None,
+    normalization: Normalization = IMAGENET_NORMALIZATION,
+    normalization_source: str = "ssl-bench",
 ) -> Encoder:
     """Freeze a model of this suite, and return it as an encoder.
 
@@ -355,14 +355,14 @@ def encoder_from_model(
         uri: Address from which the model was loaded, such as `runs/skip`.
         sha256: SHA-256 of the weights file. The default is the SHA-256 of the state dict.
         keys: Number of loaded tensors, and number of all tensors in the weights file.
-        contents: Further information about the weights file, such as its layout.
-        colours: Mean and standard deviation of the training images.
-        colours_from: Text that names the source of `colours`.
+        weights_info: Further information about the weights file, such as its layout.
+        normalization: Mean and standard deviation of the training images.
+        normalization_source: Text that names the source of `normalization`.
     """
     config: EncoderConfig = model.config
-    require_images(config, uri)
-    shape = config.shape
-    strides = shape.strides if shape else ()
+    require_image_encoder(config, uri)
+    block_info = config.block_info
+    strides = block_info.strides if block_info else ()
     described = describe_config(config, strides=strides)
     native_size = (config.image_size, config.image_size)
     if isinstance(model, VisionTransformer):
@@ -390,14 +390,14 @@ def encoder_from_model(
         num_prefix_tokens=config.num_prefix_tokens,
         native_size=native_size,
         loaded_keys=keys[0],
-        mean=colours[0],
-        std=colours[1],
-        colours_from=colours_from,
+        mean=normalization[0],
+        std=normalization[1],
+        normalization_source=normalization_source,
         total_keys=keys[1],
         num_registers=config.num_registers,
-        contents=contents or Contents(),
+        weights_info=weights_info or WeightsInfo(),
         strides=strides,
-        widths=shape.widths if shape else (),
-        channels_last=shape is not None and shape.channels_last,
+        widths=block_info.widths if block_info else (),
+        channels_last=block_info is not None and block_info.channels_last,
         position_rule=model.position_rule,
     )

@@ -4,10 +4,10 @@ An initialiser is a dataclass. Its fields are the options in `model.init_options
 initialiser, add its class to `INITIALISERS` or `FILTER_INITIALISERS`. If it also supports timm
 models, add its name to the families in timm_config.py.
 
-Initialisers draw in float64, and each weight is rounded once when it is stored. Only `draw_uniform`
-draws directly in the dtype of the layer. The matrices of a block follow the row-vector convention y
-= x W of the papers. `draw_block` transposes W, because `nn.Linear.weight` is the transpose. The
-pixels of a filter are in row-major order.
+Initialisers draw in float64, and each weight is rounded once when it is stored. Only
+`init_uniform_` draws directly in the dtype of the layer. The matrices of a block follow the
+row-vector convention y = x W of the papers. `init_block_` transposes W, because `nn.Linear.weight`
+is the transpose. The pixels of a filter are in row-major order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -244,7 +244,7 @@ INITIALISERS: dict[str, type[DefaultInit]] = {
 
 
 @torch.no_grad()
-def draw_block(
+def init_block_(
     block: nn.Module,
     initialiser: DefaultInit,
     generator: Generator,
@@ -353,7 +353,7 @@ def _noise_matrix(dim: int, generator: Generator, noise: str) -> Float64[Tensor,
 
 
 @dataclass(frozen=True)
-class UniformFilters:
+class UniformFilterInit:
     """Depthwise filters with independent weights, uniform on [-1 / size, 1 / size] as in PyTorch.
 
     Here, `size` is the side of a filter in pixels.
@@ -379,7 +379,7 @@ class UniformFilters:
 
 
 @dataclass(frozen=True)
-class CovarianceFilters(UniformFilters):
+class CovarianceFilterInit(UniformFilterInit):
     """Normally distributed depthwise filters, with a pixel covariance as in trained filters.
 
     The covariance of the pixels is built from Gaussians, which are narrow in the first layer and
@@ -425,20 +425,20 @@ class CovarianceFilters(UniformFilters):
         return (_normal(count, size**2, generator) @ root).unflatten(1, (size, size))
 
 
-FILTER_INITIALISERS: dict[str, type[UniformFilters]] = {
-    "uniform": UniformFilters,
-    "covariance": CovarianceFilters,
+FILTER_INITIALISERS: dict[str, type[UniformFilterInit]] = {
+    "uniform": UniformFilterInit,
+    "covariance": CovarianceFilterInit,
 }
 
 
-def draw_uniform(layer: nn.Module, generator: Generator) -> None:
+def init_uniform_(layer: nn.Module, generator: Generator) -> None:
     """Draw the weights and biases of a convolution or linear layer as PyTorch does by default."""
     bound = layer.get_parameter("weight")[0].numel() ** -0.5
     for parameter in layer.parameters():
         nn.init.uniform_(parameter, -bound, bound, generator=generator)
 
 
-def draw_convolutions(
+def init_conv_layers_(
     model: nn.Module,
     depthwise: Sequence[nn.Module],
     init: str,
@@ -458,7 +458,7 @@ def draw_convolutions(
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
-            draw_uniform(module, generator)
+            init_uniform_(module, generator)
     initialiser = make_initialiser(FILTER_INITIALISERS, init, options)
     for layer, convolution in enumerate(depthwise):
         weight = convolution.get_parameter("weight")
@@ -469,7 +469,7 @@ def draw_convolutions(
 
 
 def filter_covariance(size: int, sigma: float) -> Covariance:
-    """Return the covariance matrix from which `CovarianceFilters` draws the pixels of a filter.
+    """Return the covariance matrix from which `CovarianceFilterInit` draws the pixels of a filter.
 
     A Gaussian has the value exp(-r^2 / (2 sigma)) at distance r from its peak. Let z_p be the value
     at pixel p if the peak is at the centre of the filter. Let c_pq be the value at pixel q if the
@@ -604,7 +604,7 @@ def _draw_blocks(model: Model, name: str, seed: int, options: dict[str, Any]) ->
         )
     for block in blocks:
         try:
-            draw_block(block, initialiser, generator)
+            init_block_(block, initialiser, generator)
         except AttributeError as error:
             raise ConfigurationError(
                 f"expected blocks with attn.qkv, attn.proj, attn.num_heads, mlp.fc1 and mlp.fc2, "

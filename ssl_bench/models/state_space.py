@@ -49,7 +49,7 @@ from torch import Generator, Tensor, nn
 from ssl_bench.composition.fields import Count, CountOrZero, Depth, ListLength, Width
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import EncoderConfig, check_layers
-from ssl_bench.models.initialisers import draw_uniform
+from ssl_bench.models.initialisers import init_uniform_
 from ssl_bench.models.vit import EncoderModule
 from ssl_bench.system.device import disable_autocast
 
@@ -74,7 +74,7 @@ _SMALLEST_STEP, _LARGEST_STEP = 0.001, 0.1
 _LARGEST_DECAY = 16.0
 
 Tokens = Float[Tensor, "batch tokens dim"]
-Selected = Float[Tensor, "batch tokens states"]
+PerState = Float[Tensor, "batch tokens states"]
 PerChannel = Float[Tensor, "batch tokens channels"]
 PerHead = Float[Tensor, "batch tokens heads"]
 
@@ -336,12 +336,12 @@ def _draw_mixer(mixer: Mixer, depth: int, generator: Generator) -> None:
     The weights of the output projection are divided by sqrt(depth), where depth is the number of
     blocks.
     """
-    draw_uniform(mixer.in_proj, generator)
-    draw_uniform(mixer.out_proj, generator)
+    init_uniform_(mixer.in_proj, generator)
+    init_uniform_(mixer.out_proj, generator)
     mixer.out_proj.weight.div_(math.sqrt(depth))
-    draw_uniform(mixer.conv, generator)
+    init_uniform_(mixer.conv, generator)
     if isinstance(mixer, Mamba1Mixer):
-        draw_uniform(mixer.selection, generator)
+        init_uniform_(mixer.selection, generator)
         # The bias is drawn below.
         nn.init.uniform_(
             mixer.step.weight, -(mixer.rank**-0.5), mixer.rank**-0.5, generator=generator
@@ -377,8 +377,8 @@ def scan_channels(
     inputs: PerChannel,
     steps: PerChannel,
     decay: Float[Tensor, "channels states"],
-    keys: Selected,
-    queries: Selected,
+    keys: PerState,
+    queries: PerState,
     *,
     chunk: int,
 ) -> PerChannel:
@@ -411,7 +411,7 @@ def scan_channels(
 
 
 def channel_mixing(
-    steps: PerChannel, decay: Float[Tensor, "channels states"], keys: Selected, queries: Selected
+    steps: PerChannel, decay: Float[Tensor, "channels states"], keys: PerState, queries: PerState
 ) -> Float[Tensor, "batch channels tokens tokens"]:
     """Return the matrix M of each channel of Mamba 1 that maps inputs x to outputs y = M x.
 
@@ -433,8 +433,8 @@ def scan_heads(
     inputs: Float[Tensor, "batch tokens heads width"],
     steps: PerHead,
     decay: Float[Tensor, " heads"],
-    keys: Selected,
-    queries: Selected,
+    keys: PerState,
+    queries: PerState,
     *,
     chunk: int,
 ) -> Float[Tensor, "batch tokens heads width"]:
@@ -468,7 +468,7 @@ def scan_heads(
 
 
 def head_mixing(
-    steps: PerHead, decay: Float[Tensor, " heads"], keys: Selected, queries: Selected
+    steps: PerHead, decay: Float[Tensor, " heads"], keys: PerState, queries: PerState
 ) -> Float[Tensor, "batch heads tokens tokens"]:
     """Return the matrix M of each head of Mamba 2 that maps inputs x to outputs y = M x.
 

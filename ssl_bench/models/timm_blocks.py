@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.models.timm_model import (
-    Shape,
+    BlockInfo,
     count_heads,
     count_registers,
     native_size,
@@ -51,7 +51,7 @@ class _Stage:
     channels_last: bool
 
 
-def trace_blocks(model: Any) -> Shape:
+def trace_blocks(model: Any) -> BlockInfo:
     """Find the blocks of a timm model in a forward pass over an image of random noise.
 
     A timm model lists its stages in `feature_info`. If all modules of a stage have the same class
@@ -76,10 +76,10 @@ def trace_blocks(model: Any) -> Shape:
         trial_size = (cols * coarsest, rows * coarsest)
     with preserve_process_state(), evaluation_mode(model), torch.no_grad():
         try:
-            stages, any_size = _trace_stages(model, names, trial_size), True
+            stages, dynamic_image_size = _trace_stages(model, names, trial_size), True
         except Exception:  # A model may reject an image size with any exception.
             try:
-                stages, any_size = _trace_stages(model, names, native_size(model)), False
+                stages, dynamic_image_size = _trace_stages(model, names, native_size(model)), False
             except UnsupportedBlocks:
                 raise
             except Exception as error:
@@ -94,14 +94,14 @@ def trace_blocks(model: Any) -> Shape:
             "maps with different orders of axes"
         )
     blocks = [(name, stage) for stage in stages for name in stage.blocks]
-    return Shape(
+    return BlockInfo(
         widths=tuple(stage.width for _, stage in blocks),
         strides=tuple(stage.stride for _, stage in blocks),
         num_heads=count_heads(model.get_submodule(blocks[0][0])),
         num_prefix_tokens=prefixes.pop(),
         num_registers=count_registers(model),
         channels_last=True in layouts,
-        any_size=any_size,
+        dynamic_image_size=dynamic_image_size,
         blocks=tuple(name for name, _ in blocks),
     )
 
@@ -247,11 +247,11 @@ def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple
     if output.ndim == 4:
         maps = [(None, False, output), (None, True, output.permute(0, 3, 1, 2))]
     elif output.ndim == 3 and prefix >= 0:
-        patches, arrange = output[:, prefix:], token_arrangement(model)
-        if arrange is None:
+        patches, tokens_to_maps = output[:, prefix:], token_arrangement(model)
+        if tokens_to_maps is None:
             rows = patches.unflatten(1, grid)
         else:
-            rows = arrange(patches, int(stage.rpartition(".")[2]))
+            rows = tokens_to_maps(patches, int(stage.rpartition(".")[2]))
         maps = [(prefix, False, rows.permute(0, 3, 1, 2))]
     tolerance = _TOLERANCE * expected.abs().max().item()
     for num_prefix_tokens, channels_last, features in maps:

@@ -19,7 +19,7 @@ from ssl_bench.models.config import EncoderConfig, GrayingKind, check_divisible
 from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, make_initialiser
 
 if TYPE_CHECKING:
-    from ssl_bench.models.timm_model import Shape, TimmEncoder
+    from ssl_bench.models.timm_model import BlockInfo, TimmEncoder
 
 _PatchSize = Annotated[int, Bounds(0, 8192)]
 _BLOCK_INITIALISERS = ("default", "skipless", "mimetic", "xavier")
@@ -58,7 +58,7 @@ _CONVNEXT = {"widths": "dims", "depths": "depths"}
 _CONVNEXT_INITIALISERS = ("default", "uniform", "covariance")
 _DYNAMIC = ("img_size", "patch_size", "dynamic_img_size")
 
-# Families by the prefix of the model's name in timm. `create` checks whether the full name exists.
+# Families by the prefix of the model's name in timm. `create_timm_model` checks the full name.
 FAMILIES: Mapping[str, Family] = {
     "swin_": Family("Swin", 4, 4, _SWIN, (*_DYNAMIC, "window_size")),
     "cait_": Family("CaiT", 1, 16, _VIT, ("img_size", "patch_size"), class_blocks=True),
@@ -213,32 +213,32 @@ class TimmConfig(EncoderConfig):
         return families[0]
 
     @property
-    def shape(self) -> "Shape":
+    def block_info(self) -> "BlockInfo":
         """Widths and strides of all blocks. Reading it imports timm, which takes seconds."""
-        from ssl_bench.models.timm_model import shape_of
+        from ssl_bench.models.timm_model import build_block_info
 
-        return shape_of(self)
+        return build_block_info(self)
 
     @property
     def dim(self) -> int:
         """Width of the last block."""
-        return self.shape.widths[-1]
+        return self.block_info.widths[-1]
 
     @property
     def depth(self) -> int:
         """Number of blocks in all stages, without blocks that only update [CLS]."""
-        return len(self.shape.widths)
+        return len(self.block_info.widths)
 
     @property
     def num_heads(self) -> int:
         """Number of attention heads of the first block, or 0 if this block has no attention."""
-        return self.shape.num_heads
+        return self.block_info.num_heads
 
     @property
     def num_prefix_tokens(self) -> int:
         """Number of [CLS] and register tokens, which come before the patches."""
-        return self.shape.num_prefix_tokens
+        return self.block_info.num_prefix_tokens
 
     @property
     def num_registers(self) -> int:
-        return self.shape.num_registers
+        return self.block_info.num_registers

@@ -19,12 +19,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.config import build_part, check_layers
+from ssl_bench.models.config import build_submodule, check_layers
 from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
     INITIALISERS,
-    draw_block,
-    draw_convolutions,
+    init_block_,
+    init_conv_layers_,
     make_initialiser,
 )
 from ssl_bench.models.timm_config import TimmConfig
@@ -32,14 +32,14 @@ from ssl_bench.models.vit import EncoderModule, describe_resampling, resize_posi
 
 Images = Float[Tensor, "batch 3 height width"]
 Maps = Float[Tensor, "batch rows cols dim"]
-STAGED = (SwinTransformer, PyramidVisionTransformerV2, ConvNeXt)
-TRAINED = (*STAGED, Cait, VisionTransformer)
-KNOWN = (*TRAINED, Eva)
+HIERARCHICAL_CLASSES = (SwinTransformer, PyramidVisionTransformerV2, ConvNeXt)
+TRAINABLE_CLASSES = (*HIERARCHICAL_CLASSES, Cait, VisionTransformer)
+SUPPORTED_CLASSES = (*TRAINABLE_CLASSES, Eva)
 """timm classes that `list_blocks` supports. All other classes need `trace_blocks`."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class BlockInfo:
     """Widths, strides and token counts of a timm model's blocks, in order.
 
     Attributes:
@@ -49,8 +49,8 @@ class Shape:
         num_prefix_tokens: Number of [CLS] and register tokens before the patches.
         num_registers: Number of registers among the prefix tokens.
         channels_last: Whether the blocks return feature maps whose last axis is the channels.
-        any_size: Whether the model accepts image sizes other than its native size.
-        blocks: Name of each block. Empty for the timm classes in `KNOWN`, such as
+        dynamic_image_size: Whether the model accepts image sizes other than its native size.
+        blocks: Name of each block. Empty for the timm classes in `SUPPORTED_CLASSES`, such as
             VisionTransformer, because `list_blocks` finds their blocks.
     """
 
@@ -60,7 +60,7 @@ class Shape:
     num_prefix_tokens: int
     num_registers: int
     channels_last: bool
-    any_size: bool = True
+    dynamic_image_size: bool = True
     blocks: tuple[str, ...] = ()
 
 
@@ -68,21 +68,22 @@ class TimmBackbone(nn.Module):
     """A timm model with the attributes that encoders need: a list `blocks` and a final `norm`.
 
     Images of other sizes than the native size need resized position embeddings. Models of the timm
-    classes in `KNOWN`, such as VisionTransformer, resize them as in DINO. timm's own resizing gives
-    other features at these sizes, because it uses antialiasing and does not add DINO's margin of
-    0.1 to the grid size. All other models resize their position embeddings as timm does.
+    classes in `SUPPORTED_CLASSES`, such as VisionTransformer, resize them as in DINO. timm's own
+    resizing gives other features at these sizes, because it uses antialiasing and does not add
+    DINO's margin of 0.1 to the grid size. All other models resize their position embeddings as timm
+    does.
 
     Args:
         model: The timm model. It is not copied.
-        traced: Result of `trace_blocks`, which contains the names of the blocks. None if the class
-            of the model is in `KNOWN`, because `list_blocks` finds its blocks.
+        traced_info: Result of `trace_blocks`, which contains the names of the blocks. None if the
+            class of the model is in `SUPPORTED_CLASSES`, because `list_blocks` finds its blocks.
     """
 
-    def __init__(self, model: nn.Module, traced: Shape | None = None) -> None:
+    def __init__(self, model: nn.Module, traced_info: BlockInfo | None = None) -> None:
         super().__init__()
         # timm's models have no common base class that declares their attributes.
         self.model: Any = model
-        self.traced = traced
+        self.traced_info = traced_info
         if isinstance(model, Cait):
             # Accept other image sizes, because `forward` resizes the position embedding.
             patch_embed: Any = model.patch_embed
@@ -91,8 +92,8 @@ class TimmBackbone(nn.Module):
     @property
     def blocks(self) -> nn.ModuleList:
         """Blocks of all stages in order, without CaiT's blocks that only update [CLS]."""
-        if self.traced is not None:
-            return nn.ModuleList(self.model.get_submodule(name) for name in self.traced.blocks)
+        if self.traced_info is not None:
+            return nn.ModuleList(self.model.get_submodule(name) for name in self.traced_info.blocks)
         return nn.ModuleList(list_blocks(self.model))
 
     @property
@@ -101,17 +102,17 @@ class TimmBackbone(nn.Module):
 
         It is the identity if the model has no such norm.
         """
-        if self.traced is None:
+        if self.traced_info is None:
             if isinstance(self.model, ConvNeXt):
                 # timm applies this norm to the mean of a feature map.
                 head: Any = self.model.head
                 return _TokenNorm(head.norm)
             has_stage_norms = isinstance(self.model, PyramidVisionTransformerV2)
             return (self.model.stages[-1] if has_stage_norms else self.model).norm
-        head = getattr(self.model, "head", None)
+        head, width = getattr(self.model, "head", None), self.traced_info.widths[-1:]
         for owner, name in ((self.model, "norm"), (head, "norm"), (self.model, "neck")):
             norm = getattr(owner, name, None)
-            if isinstance(norm, nn.LayerNorm) and norm.normalized_shape == self.traced.widths[-1:]:
+            if isinstance(norm, nn.LayerNorm) and norm.normalized_shape == width:
                 return _TokenNorm(norm)
         return nn.Identity()
 
@@ -121,16 +122,17 @@ class TimmBackbone(nn.Module):
 
         It is None if the position embedding is never resized.
         """
-        if self.traced is None:
+        if self.traced_info is None:
             has_positions = getattr(self.model, "pos_embed", None) is not None
             return describe_resampling() if has_positions else None
         has_positions = any("pos" in name for name, _ in self.model.named_parameters())
-        return "as timm resizes them" if has_positions and self.traced.any_size else None
+        is_resized = has_positions and self.traced_info.dynamic_image_size
+        return "as timm resizes them" if is_resized else None
 
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
         """Return timm's features before its classifier: [CLS] or the mean patch token."""
         model: Any = self.model
-        if self.traced is not None or getattr(model, "pos_embed", None) is None:
+        if self.traced_info is not None or getattr(model, "pos_embed", None) is None:
             return model(images)
         patch = model.patch_embed.feat_ratio()
         size = (images.shape[-2] // patch, images.shape[-1] // patch)
@@ -167,7 +169,7 @@ class TimmEncoder(TimmBackbone, EncoderModule):
     config: TimmConfig
 
     def __init__(self, config: TimmConfig) -> None:
-        super().__init__(create(config))
+        super().__init__(create_timm_model(config))
         self.config = config
         stem: Any = getattr(self.model, "stem", None)
         if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
@@ -176,7 +178,7 @@ class TimmEncoder(TimmBackbone, EncoderModule):
                 f"but model.name={config.name} has another stem",
                 hint=("model.name=convnext_atto",),
             )
-        coarsest = max(shape_of_model(self.model).strides)
+        coarsest = max(read_block_info(self.model).strides)
         if config.image_size % coarsest:
             image_size = (config.image_size // coarsest + 1) * coarsest
             raise ConfigurationError(
@@ -208,18 +210,19 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
     generator = Generator().manual_seed(seed)
     if config.init in FILTER_INITIALISERS:
         filters = depthwise_filters(model.model)
-        draw_convolutions(model, filters, config.init, config.init_options, generator)
+        init_conv_layers_(model, filters, config.init, config.init_options, generator)
     elif config.init != "default":
         initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
         for block in model.blocks:
-            draw_block(block, initialiser, generator)
+            init_block_(block, initialiser, generator)
     return model
 
 
 def list_blocks(model: Any) -> list[nn.Module]:
     """Return the blocks of all stages of a timm model, in order.
 
-    The class of the model must be in `KNOWN`, such as VisionTransformer or SwinTransformer.
+    The class of the model must be in `SUPPORTED_CLASSES`, such as VisionTransformer or
+    SwinTransformer.
     """
     if (stages := _list_stages(model)) is None:
         return list(model.blocks)
@@ -268,42 +271,43 @@ def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
     return [m for m in modules if isinstance(m, nn.Conv2d) and m.weight.shape[1] == 1]
 
 
-def shape_of(config: TimmConfig) -> Shape:
+def build_block_info(config: TimmConfig) -> BlockInfo:
     """Return the widths, strides and token counts of the blocks of a configured timm model.
 
     The model is built on the device "meta", so its weights need neither time nor memory.
     """
     fields = config.to_dict()
     described = {key: value for key, value in fields.items() if key not in config.training_fields}
-    return _shape_of(json.dumps(described))
+    return _build_block_info(json.dumps(described))
 
 
 @lru_cache(maxsize=32)
-def _shape_of(described: str) -> Shape:
-    return shape_of_model(create(TimmConfig.from_dict(json.loads(described)), "meta"))
+def _build_block_info(described: str) -> BlockInfo:
+    return read_block_info(create_timm_model(TimmConfig.from_dict(json.loads(described)), "meta"))
 
 
-def shape_of_model(model: Any) -> Shape:
+def read_block_info(model: Any) -> BlockInfo:
     """Return the widths, strides and token counts of a timm model's blocks.
 
     The widths and strides are read from `model.feature_info`. The class of the model must be in
-    `KNOWN`, such as VisionTransformer or SwinTransformer.
+    `SUPPORTED_CLASSES`, such as VisionTransformer or SwinTransformer.
     """
     blocks, stages = list_blocks(model), _list_stages(model)
     # `feature_info` has one entry per stage, or one per block if the model has no stages.
     counts = [1] * len(blocks) if stages is None else [len(stage.blocks) for stage in stages]
     infos = [i for i, count in zip(model.feature_info, counts, strict=True) for _ in range(count)]
-    return Shape(
+    no_prefix = (*HIERARCHICAL_CLASSES, Cait)
+    return BlockInfo(
         widths=tuple(info["num_chs"] for info in infos),
         strides=tuple(info["reduction"] for info in infos),
         num_heads=count_heads(blocks[0]),
-        num_prefix_tokens=0 if isinstance(model, (*STAGED, Cait)) else model.num_prefix_tokens,
+        num_prefix_tokens=0 if isinstance(model, no_prefix) else model.num_prefix_tokens,
         num_registers=count_registers(model),
         channels_last=isinstance(model, SwinTransformer),
     )
 
 
-def create(config: TimmConfig, device: str | None = None) -> Any:
+def create_timm_model(config: TimmConfig, device: str | None = None) -> Any:
     """Create a timm model from a configuration. The global random state does not change.
 
     `device` is "meta" for a model without memory for its weights.
@@ -332,10 +336,10 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigurationError(f"model={config.name} cannot be built: {reason}") from error
-    if not isinstance(model, TRAINED):
+    if not isinstance(model, TRAINABLE_CLASSES):
         raise ConfigurationError(
             f"model.name={config.name} is a {type(model).__name__}, expected one of "
-            f"{', '.join(kind.__name__ for kind in TRAINED)}. Choose another name"
+            f"{', '.join(kind.__name__ for kind in TRAINABLE_CLASSES)}. Choose another name"
         )
     return model
 
@@ -356,7 +360,7 @@ def gray_inputs(
     check_layers("graying_layers", config.graying_layers, len(blocks))
     if config.graying == "none":
         return
-    graying = build_part("graying", config)
+    graying = build_submodule("graying", config)
     gray = gray_windows if config.graying_scope == "window" else gray_images
     layers = range(len(blocks)) if config.graying_layers is None else config.graying_layers
     for layer in layers:

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.config import ViTConfig, build_part
-from ssl_bench.models.initialisers import INITIALISERS, draw_block, draw_uniform, make_initialiser
+from ssl_bench.models.config import ViTConfig, build_submodule
+from ssl_bench.models.initialisers import INITIALISERS, init_block_, init_uniform_, make_initialiser
 from ssl_bench.system.device import disable_autocast, float64_device
 
 _TOKEN_STD = 0.02
@@ -136,9 +136,9 @@ class Block(nn.Module):
         super().__init__()
         self.skip_attention, self.skip_mlp = config.skip_attention, config.skip_mlp
         self.drop_path = drop_path
-        self.graying = build_part("graying", config)
+        self.graying = build_submodule("graying", config)
         self.norm1 = _build_norm(config)
-        self.attn = build_part("attention", config)
+        self.attn = build_submodule("attention", config)
         self.norm2 = _build_norm(config)
         self.mlp = Mlp(config.dim, config.hidden_dim)
 
@@ -254,7 +254,7 @@ def build_vit(
         model = VisionTransformer(config, grid_size)
     generator = torch.Generator().manual_seed(seed)
     # Official DINO keeps PyTorch's initialisation of the patch convolution.
-    draw_uniform(model.patch_embed.proj, generator)
+    init_uniform_(model.patch_embed.proj, generator)
     for name in ("cls_token", "reg_token", "pos_embed"):
         parameter = getattr(model, name, None)
         if parameter is None or not parameter.requires_grad:
@@ -269,7 +269,7 @@ def build_vit(
     initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
     shift = {"mlp_mean": config.mlp_mean, "mlp_input_std": config.mlp_input_std}
     for block in model.blocks:
-        draw_block(block, initialiser, generator, **shift)
+        init_block_(block, initialiser, generator, **shift)
     return model
 
 

@@ -22,7 +22,7 @@ from ssl_bench.cli import data as data_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.data.layouts.toy import Painter
-from ssl_bench.data.sources import SOURCES, Download
+from ssl_bench.data.sources import DATASET_INFOS, Download
 from ssl_bench.errors import DataError, MachineError
 from tests.support.faults import expect_error, photo_folder, picture, voc
 
@@ -44,12 +44,12 @@ def published(server, tmp_path, monkeypatch):
         found = server.publish(content, "md5")
         if not digest:
             found = replace(found, digest=None, size=None)
-        source = replace(
-            SOURCES["voc2012"],
+        info = replace(
+            DATASET_INFOS["voc2012"],
             downloads=(Download(f"voc.{kind}", found, len(content)),),
             counts={"train": 4, "val": 3, "discovery": 7},
         )
-        monkeypatch.setattr(data_command, "SOURCES", {"voc2012": source})
+        monkeypatch.setattr(data_command, "DATASET_INFOS", {"voc2012": info})
         return tmp_path / "data"
 
     return publish
@@ -68,12 +68,12 @@ def files_below(root: Path) -> list[str]:
 
 
 def test_every_dataset_has_a_licence_and_a_source():
-    assert SOURCES.keys() <= set(choices("dataset"))
-    for source in SOURCES.values():
-        assert source.licence
-        assert source.downloads or source.instructions
-        assert source.tree or source.is_generated
-        for one in source.downloads:
+    assert DATASET_INFOS.keys() <= set(choices("dataset"))
+    for info in DATASET_INFOS.values():
+        assert info.licence
+        assert info.downloads or info.instructions
+        assert info.tree or info.is_generated
+        for one in info.downloads:
             digits = {"md5": 32, "sha256": 64}[one.published.algorithm]
             if one.name == "stuffthingmaps_trainval2017.zip":
                 assert (one.published.digest, one.published.size) == (None, None)
@@ -81,11 +81,11 @@ def test_every_dataset_has_a_licence_and_a_source():
                 assert re.fullmatch(f"[0-9a-f]{{{digits}}}", one.published.digest or "")
                 assert one.size == one.published.size
     for name, city in (("roxford5k", "Oxford"), ("rparis6k", "Paris")):
-        assert f"gnd_{name}.pkl" in SOURCES[name].tree
-        assert city in SOURCES[name].instructions
-        assert city in SOURCES[name].title
+        assert f"gnd_{name}.pkl" in DATASET_INFOS[name].tree
+        assert city in DATASET_INFOS[name].instructions
+        assert city in DATASET_INFOS[name].title
     for year in ("2012", "2007"):
-        (one,) = SOURCES[f"voc{year}"].downloads
+        (one,) = DATASET_INFOS[f"voc{year}"].downloads
         assert one.published.url == torchvision_voc.DATASET_YEAR_DICT[year]["url"]
 
 
@@ -93,11 +93,11 @@ def test_every_dataset_has_a_licence_and_a_source():
 def test_datasets_are_listed_together_and_alone(capsys):
     assert main(["data", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(SOURCES) + 1
+    assert len(lines) == len(DATASET_INFOS) + 1
     assert any(line.startswith("cityscapes") and "by hand" in line for line in lines)
     assert main(["data", "list", "--json"]) == 0
     listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-    assert listed.keys() == SOURCES.keys()
+    assert listed.keys() == DATASET_INFOS.keys()
     assert listed["coco_stuff"]["class_names"][:2] == ["person", "bicycle"]
     assert len(listed["coco_stuff"]["class_names"]) == listed["coco_stuff"]["num_classes"] == 171
     assert listed["coco_stuff"]["counts"] == {"train": 118_287, "val": 5_000}
@@ -114,7 +114,7 @@ def test_datasets_are_listed_together_and_alone(capsys):
 
 def test_a_dataset_without_a_published_source_is_shown_and_checked(tmp_path, monkeypatch, capsys):
     photos = photo_folder(tmp_path / "photos")
-    monkeypatch.setattr(data_command, "SOURCES", {})
+    monkeypatch.setattr(data_command, "DATASET_INFOS", {})
     assert main(["data", "list", "folder"]) == 0
     assert re.search("roles +discovery, images", capsys.readouterr().out)
     assert main(["data", "check", "folder", "--data-root", str(photos)]) == 0

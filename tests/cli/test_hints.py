@@ -31,7 +31,7 @@ from ssl_bench.composition.compose import (
     list_protocols,
 )
 from ssl_bench.data.corruptions import parse_corruptions
-from ssl_bench.data.splits import shared_values
+from ssl_bench.data.splits import read_shared_values
 from ssl_bench.errors import (
     CheckpointError,
     ConfigurationError,
@@ -97,7 +97,7 @@ EXPRESSIONS = {
     "near": "9", "near_command": "pretrain", "near_flags[0]": "overwrite", "nearest": "8",
     "neighbours": "5,10", "num_tokens": "28", "path.name.lower()": "voc2012",
     "remedy": "data.bits=12", "self.key": "train.warmup_epochs", "self.name": "fog",
-    "side": "probe.max_side", "size": "64", "source.name": "voc2012", "std": "[0.5,0.5,0.5]",
+    "side": "probe.max_side", "size": "64", "info.name": "voc2012", "std": "[0.5,0.5,0.5]",
     "str(block)": "11", "str(len(images))": "4", "str(world_size)": "4", "table": "table2",
     "target": "model.vit_tiny_skip", "text_key": "probe.facet",
     "timm_name": "vit_small_patch16_224", "value": "token", "width": "384",
@@ -268,7 +268,7 @@ def is_legal(root: str, base: Sequence[str], settings: Sequence[str]) -> bool:
         for corruption in corruptions:
             config = compose_config(root, [*chosen, *others, *corruption])
             if root == "probing":
-                shared_values(config)
+                read_shared_values(config)
             for part in {key.partition(".")[0] for key in keys}:
                 if TARGET in (config[part] if isinstance(config[part], dict) else ()):
                     build(config, part)

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps, features
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
-from ssl_bench.models.loading.addresses import expand
+from ssl_bench.models.loading.addresses import expand_addresses
 from tests.support.faults import (
     encoder_file,
     expect_error,
@@ -155,8 +155,8 @@ def test_fingerprints_change_only_with_the_pixels(tmp_path):
     save_rotated(photos / "9.jpg", 6)
     both = ImageFolder(photos).images()
 
-    assert replace(both, upright=False).fingerprint() != both.fingerprint()
-    assert replace(plain, upright=False).fingerprint() == plain.fingerprint()
+    assert replace(both, apply_exif_orientation=False).fingerprint() != both.fingerprint()
+    assert replace(plain, apply_exif_orientation=False).fingerprint() == plain.fingerprint()
 
 
 def test_only_new_photographs_are_searched(workdir):
@@ -213,7 +213,7 @@ def test_checkpoints_are_separated_by_commas(workdir, capsys):
         "enc*,demo:skip": ["encoder.safetensors", "demo:skip"],
         stated: [stated],
     }.items():
-        assert expand([text]) == found
+        assert expand_addresses([text]) == found
     words = probing("pca", "folder", photo_folder(workdir / "photos", 1))
     both = [word.replace("encoder.safetensors", "encoder.safetensors,no.pth") for word in words]
     assert "no.pth" in expect_error(capsys, both, 4)

@@ -28,7 +28,7 @@ from ssl_bench.cli.reproduce import PlanOptions, full_name, is_run, plan_table, 
 from ssl_bench.composition.choices import experiments
 from ssl_bench.composition.compose import build
 from ssl_bench.data.samples import Dataset
-from ssl_bench.data.splits import apply_shared_values, shared_values
+from ssl_bench.data.splits import apply_shared_values, read_shared_values
 from ssl_bench.evaluation import Probe
 from ssl_bench.layers import select_layers
 from ssl_bench.models import ViTConfig, build_encoder, identify_encoder
@@ -53,7 +53,7 @@ def compose(
     General settings, such as `dtype` and `seed`, are not part of the probe or the dataset.
     """
     config = probing_config(task, dataset, overrides, "/nowhere")
-    values = shared_values(config)
+    values = read_shared_values(config)
     return build(config, "probe"), apply_shared_values(build(config, "dataset"), values), values
 
 

@@ -23,7 +23,7 @@ import torch.distributed.run
 from ssl_bench.cli import sweep as sweep_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
-from ssl_bench.models.loading.addresses import expand
+from ssl_bench.models.loading.addresses import expand_addresses
 from ssl_bench.request import parse_data_roots
 from ssl_bench.results import ResultStore
 from ssl_bench.slurm import array_settings, submit_array
@@ -138,11 +138,11 @@ def test_patterns_and_equal_weights_are_planned_once(workdir, capsys):
     Path("runs/notes.txt").write_text("not weights")
     Path("runs/empty").mkdir()
 
-    found = expand(["runs/*", "runs/t*", "timm:vit_*", "runs/one"])
+    found = expand_addresses(["runs/*", "runs/t*", "timm:vit_*", "runs/one"])
 
     assert found == ["runs/one", "runs/two", "timm:vit_*"]
     weights = [f"runs/{name}/last.safetensors" for name in ("one", "two")]
-    assert expand(["runs/**/*.safetensors"]) == weights
+    assert expand_addresses(["runs/**/*.safetensors"]) == weights
     encoder_file(workdir / "runs/copy/last.safetensors", seed=1)
     plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
     assert [job["checkpoint"] for job in plan["jobs"]] == ["runs/copy", "runs/one"]

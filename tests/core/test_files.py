@@ -19,7 +19,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.data import read_manifest, write_manifest
-from ssl_bench.data.files.images import read_image, read_indices
+from ssl_bench.data.files.images import read_image, read_integer_image
 from ssl_bench.data.layouts.coco20k import parse_boxes
 from ssl_bench.data.splits import read_lines
 from ssl_bench.errors import CheckpointError, DataError, MachineError
@@ -86,7 +86,7 @@ def test_every_reader_refuses_anything_but_a_regular_file(tmp_path, make):
         (read_manifest, "x.txt"),
         (parse_boxes, "x.json"),
         (read_image, "x.jpg"),
-        (read_indices, "x.jpg"),
+        (read_integer_image, "x.jpg"),
     ):
         with pytest.raises(DataError):
             read(tmp_path / name)

@@ -44,7 +44,7 @@ def test_the_properties_of_a_module_are_found():
 
     assert (encoder.patch_size, encoder.depth, encoder.dim) == (8, 3, 16)
     assert (encoder.num_prefix_tokens, encoder.has_cls, encoder.native_size) == (1, True, (32, 32))
-    assert (encoder.any_size, encoder.num_heads, encoder.name) == (False, 2, "Own")
+    assert (encoder.dynamic_image_size, encoder.num_heads, encoder.name) == (False, 2, "Own")
     again = ssl_bench.Encoder.from_module(own_module.own())
     assert encoder.identity() == again.identity()
     with torch.no_grad():
@@ -60,10 +60,11 @@ def test_a_module_with_registers_but_without_cls_is_pooled():
 
     assert (encoder.num_registers, encoder.num_prefix_tokens, encoder.has_cls) == (1, 1, False)
     assert encoder.fallback_facets == {"cls": "patch_mean", "key": "token"}
-    assert (encoder.contents.epoch, encoder.colours_from) == (0.0, "assumed, ImageNet's")
+    assert encoder.weights_info.epoch == 0.0
+    assert encoder.normalization_source == "assumed, ImageNet's"
     stated = ssl_bench.Encoder.from_module(own_module.own(), mean=0.5, std=(0.1, 0.2, 0.3))
     assert (stated.mean, stated.std) == ((0.5,) * 3, (0.1, 0.2, 0.3))
-    assert (stated.colours_from, stated.contents.epoch) == ("from_module", None)
+    assert (stated.normalization_source, stated.weights_info.epoch) == ("from_module", None)
     assert stated.fallback_facets == {"key": "token"}
 
 
@@ -100,7 +101,7 @@ def test_blocks_may_return_lists_and_have_different_widths():
     encoder = ssl_bench.Encoder.from_module(module)
 
     assert (encoder.depth, encoder.dim, encoder.num_heads, encoder.patch_size) == (2, 6, 2, 8)
-    assert (encoder.any_size, encoder.has_cls) == (True, False)
+    assert (encoder.dynamic_image_size, encoder.has_cls) == (True, False)
     assert encoder.fallback_facets == {"cls": "patch_mean"}
     # The value True does not count as a number of heads. Keys need `attn.qkv` in every block.
     for heads, expected in ((2, 2), (True, 0)):
@@ -401,7 +402,7 @@ def test_a_missing_norm_is_refused_when_it_is_needed():
     blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 1)) for _ in range(4)))
     plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), blocks)
     encoder = ssl_bench.Encoder.from_module(plain, blocks="1")
-    assert (encoder.any_size, encoder.num_prefix_tokens, encoder.depth) == (True, 0, 4)
+    assert (encoder.dynamic_image_size, encoder.num_prefix_tokens, encoder.depth) == (True, 0, 4)
     with pytest.raises(UnfitEncoder, match="no final norm"):
         ssl_bench.extract_features(encoder, torch.rand(1, 3, 16, 16), facets=["token_normed"])
 
@@ -412,12 +413,12 @@ def test_a_module_for_square_images_only_has_a_single_size():
 
     blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 1)) for _ in range(2)))
     module = nn.Sequential(nn.Conv2d(3, 8, 8, 8), blocks)
-    assert ssl_bench.Encoder.from_module(module, blocks="1", image_size=32).any_size
+    assert ssl_bench.Encoder.from_module(module, blocks="1", image_size=32).dynamic_image_size
     module.register_forward_pre_hook(require_square)
 
     encoder = ssl_bench.Encoder.from_module(module, blocks="1", image_size=32)
 
-    assert (encoder.any_size, encoder.native_size) == (False, (32, 32))
+    assert (encoder.dynamic_image_size, encoder.native_size) == (False, (32, 32))
 
 
 class Renamed(own_module.Own):
@@ -673,7 +674,8 @@ def test_modules_in_files_use_the_normalisation_of_their_address(tmp_path, monke
 
     assumed, stated = map(ssl_bench.load_encoder, ("mine.py:own", "mean=0.5,std=0.25:mine.py:own"))
 
-    assert (assumed.colours_from, stated.colours_from) == ("assumed, ImageNet's", "the address")
+    assert assumed.normalization_source == "assumed, ImageNet's"
+    assert stated.normalization_source == "the address"
     assert (stated.mean, stated.std) == ((0.5,) * 3, (0.25,) * 3)
 
 

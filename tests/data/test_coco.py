@@ -16,7 +16,7 @@ from PIL import Image
 from ssl_bench.data import samples
 from ssl_bench.data.files.file_sets import validate_boxes
 from ssl_bench.data.layouts import coco20k as layout
-from ssl_bench.data.layouts.coco20k import LIST, Coco20k, read_boxes
+from ssl_bench.data.layouts.coco20k import IMAGE_LIST, Coco20k, read_boxes
 from ssl_bench.data.layouts.coco_stuff import COARSE_NAMES, CocoStuff, read_classes
 from ssl_bench.data.samples import PUBLISHED_COUNTS, Dataset, Sample
 from ssl_bench.errors import ConfigurationError, DataError
@@ -131,10 +131,10 @@ def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):
     path = root / "coco_20k_filenames_subset.txt"
     monkeypatch.setattr(samples, "PUBLISHED_COUNTS", {"coco20k": {"discovery": 3}})
 
-    with pytest.raises(DataError, match=LIST.digest):
+    with pytest.raises(DataError, match=IMAGE_LIST.digest):
         dataset.discovery()
-    own = PublishedFile(LIST.url, hashlib.md5(path.read_bytes()).hexdigest(), "md5")
-    monkeypatch.setattr(layout, "LIST", own)
+    own = PublishedFile(IMAGE_LIST.url, hashlib.md5(path.read_bytes()).hexdigest(), "md5")
+    monkeypatch.setattr(layout, "IMAGE_LIST", own)
     assert dataset.discovery().name == "coco20k"
 
 
@@ -156,7 +156,7 @@ def test_lists_are_given_found_near_the_root_or_downloaded(
     content = subset.read_bytes()
     subset.unlink()
     beside.unlink()
-    monkeypatch.setattr(layout, "LIST", server.publish(content, "md5"))
+    monkeypatch.setattr(layout, "IMAGE_LIST", server.publish(content, "md5"))
     assert dataset.images().ids == dataset.images().ids == (stem(7), stem(9), stem(12))
     assert len(server.ranges) == 1
     assert (dataset.cache / "coco_20k_filenames.txt").read_bytes() == content
@@ -169,7 +169,7 @@ def test_the_published_list_has_the_stated_digest(shared_data):
     lines = path.read_text().splitlines()
 
     assert len(set(lines)) == PUBLISHED_COUNTS["coco20k"]["discovery"]
-    assert hashlib.md5(path.read_bytes()).hexdigest() == LIST.digest
+    assert hashlib.md5(path.read_bytes()).hexdigest() == IMAGE_LIST.digest
 
 
 @pytest.mark.data

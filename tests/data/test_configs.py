@@ -17,18 +17,18 @@ from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.data.samples import ROLE_ANNOTATIONS, SPLITS_OF_ROLES, Layout
-from ssl_bench.data.sources import SOURCES
+from ssl_bench.data.sources import DATASET_INFOS
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
 
 CONFIGS = Path(__file__).parents[2] / "configs/dataset"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 # The function builds all datasets, which takes most of the time of these tests.
-datasets_with = cache(samples.datasets_with)
+find_datasets = cache(samples.find_datasets)
 
 
 @pytest.fixture(autouse=True)
 def roles_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "datasets_with", datasets_with)
+    monkeypatch.setattr(samples, "find_datasets", find_datasets)
 
 
 def dataset_of_config(name: str, root: str | None = "/data") -> Any:
@@ -44,8 +44,8 @@ def test_a_yaml_file_builds_a_dataset_and_opens_no_file(name):
     assert isinstance(dataset, Layout)
     assert dataset.name == name
     assert dataset_of_config(name, None).supports <= ROLE_ANNOTATIONS.keys()
-    if name in SOURCES:
-        assert len(getattr(dataset, "class_names", ())) in (0, SOURCES[name].num_classes)
+    if name in DATASET_INFOS:
+        assert len(getattr(dataset, "class_names", ())) in (0, DATASET_INFOS[name].num_classes)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,7 +78,7 @@ def test_missing_and_empty_folders_and_other_roles_are_refused(name, tmp_path):
     ],
 )
 def test_datasets_are_found_by_the_roles_that_they_support(role, names):
-    found = datasets_with(role)
+    found = find_datasets(role)
 
     assert names <= set(found)
     assert found == sorted(found)
@@ -99,7 +99,7 @@ def test_an_unsupported_role_names_the_datasets_that_have_it(name, method, role)
         getattr(dataset_of_config(name), method)()
 
     assert f"{name} has no {ROLE_ANNOTATIONS[role]}" in str(caught.value)
-    assert all(other in str(caught.value) for other in datasets_with(role))
+    assert all(other in str(caught.value) for other in find_datasets(role))
 
 
 @pytest.mark.parametrize("dataset", [Ade20k, CocoStuff, ImageMaskFolders, Voc])

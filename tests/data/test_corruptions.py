@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ssl_bench.data.corruptions import (
-    NAMES,
+    CORRUPTION_NAMES,
     CorruptedImages,
     Corruption,
     corrupt_dataset,
@@ -48,7 +48,7 @@ def folders(tmp_path) -> ClassFolders:
 @pytest.mark.slow
 def test_pixels_are_those_of_earlier_records():
     found = hashlib.sha256()
-    for name in (name for name in NAMES if name != "motion_blur"):
+    for name in (name for name in CORRUPTION_NAMES if name != "motion_blur"):
         for severity in range(1, 6):
             corrupted = corrupt_image(picture(), Corruption(name, severity), "a.jpg")
             found.update(corrupted.tobytes())
@@ -56,7 +56,7 @@ def test_pixels_are_those_of_earlier_records():
     assert found.hexdigest() == PIXELS
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CORRUPTION_NAMES)
 def test_shape_and_input_and_the_global_generator_stay(name):
     np.random.seed(3)
     for shape in [(33, 70, 3), (70, 33, 3), (28, 28, 3)]:
@@ -161,7 +161,7 @@ def test_fingerprints_and_settings_distinguish_corruptions(folders):
         ("snow:3", ["snow:3"]),
         ("snow:2-4", ["snow:2", "snow:3", "snow:4"]),
         ("clean,snow:1, fog:5,snow:1", ["clean", "snow:1", "fog:5"]),
-        ("all:2", [f"{name}:2" for name in NAMES]),
+        ("all:2", [f"{name}:2" for name in CORRUPTION_NAMES]),
     ],
 )
 def test_corruptions_are_parsed_from_names_and_severities(text, expected):

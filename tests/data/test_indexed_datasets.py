@@ -569,7 +569,7 @@ def test_splits_of_a_table_are_found_by_their_usual_names(monkeypatch, names, tr
     table = table_of({})
     monkeypatch.setattr(hugging_face, "load_tables", lambda *_: dict.fromkeys(names, table))
     dataset = hugging_face.HuggingFace(root="org/photos")
-    found = [dataset.select_items(role) for role in ("train", "val")]
+    found = [dataset.select_items(usage) for usage in ("train", "val")]
     assert [one and one.split for one in found] == [train, val]
 
 

@@ -16,11 +16,11 @@ from ssl_bench.data.layouts.instances import (
     Copydays,
     Holidays,
     Landmarks,
-    SearchImages,
+    RetrievalImages,
     read_ground_truth,
 )
 from ssl_bench.data.layouts.toy import ToyInstances
-from ssl_bench.data.samples import Dataset, Search
+from ssl_bench.data.samples import Dataset, RetrievalTarget
 from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import DataError
 from tests.support.faults import picture
@@ -80,21 +80,21 @@ def test_the_first_image_of_a_group_searches_the_others(holidays):
 
         assert isinstance(Holidays(root), Dataset)
         assert (images.name, images.split, images.ids) == ("holidays-6", "all", NAMES)
-        searches = [images[index].search for index in range(6)]
-        assert searches[0] == Search(frozenset({"100001", "100002"}))
-        assert searches[3] == Search(frozenset({"100101"}))
+        targets = [images[index].retrieval_target for index in range(6)]
+        assert targets[0] == RetrievalTarget(frozenset({"100001", "100002"}))
+        assert targets[3] == RetrievalTarget(frozenset({"100101"}))
         # A group without its first image has no query.
-        assert [search is None for search in searches] == [False, True, True, False, True, True]
+        assert [target is None for target in targets] == [False, True, True, False, True, True]
 
 
 def test_queries_of_landmarks_search_the_database(oxford):
     images = Landmarks(oxford).val()
 
     assert (images.name, images.ids) == ("roxford5k-5", ("q", *"abcd"))
-    assert images[0].search == Search(
-        frozenset("bc"), frozenset("a"), frozenset("d"), bystanders=frozenset("q")
+    assert images[0].retrieval_target == RetrievalTarget(
+        frozenset("bc"), frozenset("a"), frozenset("d"), excluded_ids=frozenset("q")
     )
-    assert all(images[index].search is None for index in range(1, 5))
+    assert all(images[index].retrieval_target is None for index in range(1, 5))
     assert Landmarks(oxford).images().ids == images.ids
 
 
@@ -152,8 +152,8 @@ def test_copies_search_their_original(copydays):
     copies = ("strong/200001", "strong/200002", "strong/200101")
     assert images.ids == (*copies, "original/200000", "original/200100")
     assert (images.name, images.split) == ("copydays-5", "strong")
-    found = [images[index].search for index in range(5)]
-    first = Search(frozenset({"original/200000"}), bystanders=frozenset(copies))
+    found = [images[index].retrieval_target for index in range(5)]
+    first = RetrievalTarget(frozenset({"original/200000"}), excluded_ids=frozenset(copies))
     assert found[:2] == [first, first]
     assert found[2] is not None
     assert found[2].matches == {"original/200100"}
@@ -186,11 +186,14 @@ def test_missing_and_foreign_files_are_named(holidays, tmp_path):
 def test_the_fingerprint_depends_on_images_and_matches(holidays):
     images = Holidays(holidays).val()
     matches, other = frozenset(NAMES[1:3]), frozenset({"100201"})
-    searches = (
-        *(Search(frozenset({"100001"})), Search(matches, other)),
-        *(Search(matches, ignored=other), Search(matches, bystanders=other)),
+    targets = (
+        *(RetrievalTarget(frozenset({"100001"})), RetrievalTarget(matches, other)),
+        *(RetrievalTarget(matches, ignored=other), RetrievalTarget(matches, excluded_ids=other)),
     )
-    changed = [replace(images, searches={**images.searches, NAMES[0]: one}) for one in searches]
+    changed = [
+        replace(images, retrieval_targets={**images.retrieval_targets, NAMES[0]: one})
+        for one in targets
+    ]
     found = {one.fingerprint() for one in (images, *changed)}
     assert len(found) == 5
     assert_fingerprint_depends_on(
@@ -202,19 +205,21 @@ def test_the_fingerprint_depends_on_images_and_matches(holidays):
 def test_a_limit_keeps_the_queries_of_its_images(holidays):
     part = limit_dataset(Holidays(holidays), 3, first=True).val()
 
-    assert isinstance(part, SearchImages)
+    assert isinstance(part, RetrievalImages)
     assert (part.name, part.ids) == ("holidays-6-first3", NAMES[:3])
-    assert part[0].search == Holidays(holidays).val()[0].search
+    assert part[0].retrieval_target == Holidays(holidays).val()[0].retrieval_target
 
 
 def test_toy_queries_have_easy_and_hard_views(tmp_path):
     images = ToyInstances(num_val=3, cache=tmp_path).val()
 
     assert (images.name, len(images)) == ("toy_instances", 12)
-    queries = [name for name in images.ids if name in images.searches]
+    queries = [name for name in images.ids if name in images.retrieval_targets]
     assert queries == ["00000_0", "00001_0", "00002_0"]
     first = images[0]
-    assert first.search == Search(frozenset({"00000_1", "00000_2"}), frozenset({"00000_3"}))
+    assert first.retrieval_target == RetrievalTarget(
+        frozenset({"00000_1", "00000_2"}), frozenset({"00000_3"})
+    )
     assert (images[3].image == images[3].image[..., :1]).all()
     assert all(images[index].image.shape == first.image.shape for index in range(4))
     again = ToyInstances(num_val=3, cache=tmp_path / "other").val()
@@ -229,7 +234,7 @@ def test_the_groups_of_holidays_are_found(shared_data):
     images = Holidays(shared_data / "real/holidays").val()
 
     assert (images.name, len(images)) == ("holidays-421", 421)
-    assert all(len(one.matches) > 0 for one in images.searches.values())
-    covered = {name for one in images.searches.values() for name in one.matches}
+    assert all(len(one.matches) > 0 for one in images.retrieval_targets.values())
+    covered = {name for one in images.retrieval_targets.values() for name in one.matches}
     # This part of the dataset lacks the first image of one group.
-    assert {*images.ids} - covered - images.searches.keys() == {"123601", "123602"}
+    assert {*images.ids} - covered - images.retrieval_targets.keys() == {"123601", "123602"}

@@ -12,7 +12,7 @@ from PIL.ExifTags import Base as Tag
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.layouts.folder import ImageFolder
-from ssl_bench.data.shrinking import ABOUT
+from ssl_bench.data.shrinking import METADATA_FILE
 from tests.support.faults import expect_error, photo_folder
 
 # Names and sizes (width, height) of images, with the size that their copies should have.
@@ -58,14 +58,14 @@ def test_copies_have_the_names_and_the_shorter_side(photographs, tmp_path, capsy
             assert (out / name).read_bytes() == (photographs / name).read_bytes()
         expected = Image.fromarray(source).resize(new, Image.Resampling.BICUBIC)
         assert np.abs(copy - np.asarray(expected, np.float64)).mean() < 2
-    assert read_image(out / "turned.jpg", upright=True).shape[:2] == (64, 32)
+    assert read_image(out / "turned.jpg", apply_exif_orientation=True).shape[:2] == (64, 32)
     about = json.loads(capsys.readouterr().out)
     assert about["fingerprint"] == sources.fingerprint()
     assert about["images"] == len(sources) == len(SIZES) + 1
     files = [path for path in photographs.rglob("*") if path.is_file()]
     assert about["bytes_before"] == sum(path.stat().st_size for path in files)
     assert about["bytes_after"] == sum((out / name).stat().st_size for name in copies.ids)
-    assert json.loads((out / ABOUT).read_text()).items() <= about.items()
+    assert json.loads((out / METADATA_FILE).read_text()).items() <= about.items()
 
 
 def test_an_unreadable_image_is_named_and_finished_copies_are_kept(photographs, tmp_path, capsys):

@@ -18,14 +18,14 @@ from ssl_bench.data.files.readable import ImageSubset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.samples import benchmark_name
+from ssl_bench.data.samples import resolve_dataset_name
 from ssl_bench.data.splits import (
     Split,
     apply_shared_values,
     limit_dataset,
     limit_images,
+    read_shared_values,
     require_disjoint,
-    shared_values,
 )
 from ssl_bench.errors import ConfigurationError
 from tests.support.faults import class_folders, photo_folder, probing, records, voc
@@ -100,7 +100,7 @@ def test_first_images_are_the_leading_ones_under_their_own_name(tmp_path):
 
     def open_images(*more: str):
         config = compose_config("data", [*words, *more])
-        return apply_shared_values(build(config, "dataset"), shared_values(config)).images()
+        return apply_shared_values(build(config, "dataset"), read_shared_values(config)).images()
 
     first, spread = open_images("data.first=2"), open_images("data.limit=2")
     assert (first.ids, first.name) == (("0.jpg", "1.jpg"), "folder-first2")
@@ -144,8 +144,8 @@ def test_pretraining_with_a_limit_is_another_run(tmp_path):
 )
 def test_parts_of_published_datasets_are_named_by_their_size(found, name):
     ids = {role: [str(number) for number in numbers] for role, numbers in found.items()}
-    assert benchmark_name("voc2012", ids) == name
-    assert benchmark_name("mine", ids) == "mine"
+    assert resolve_dataset_name("voc2012", ids) == name
+    assert resolve_dataset_name("mine", ids) == "mine"
 
 
 def test_a_small_voc_has_the_same_name_in_every_role(tmp_path):

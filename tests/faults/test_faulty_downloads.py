@@ -22,7 +22,7 @@ from ssl_bench import network
 from ssl_bench.cli import data as data_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.images import read_image
-from ssl_bench.data.sources import SOURCES, Download
+from ssl_bench.data.sources import DATASET_INFOS, Download
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import PublishedFile, download, partial_path
 from ssl_bench.results import ResultStore
@@ -66,8 +66,8 @@ def serve(server, monkeypatch):
     def publish(content: bytes, name: str = "masks.zip"):
         server.publish(content)
         one = Download(name, PublishedFile(server.url, None), len(content))
-        source = replace(SOURCES["coco_stuff"], downloads=(one,))
-        monkeypatch.setattr(data_command, "SOURCES", {"coco_stuff": source})
+        info = replace(DATASET_INFOS["coco_stuff"], downloads=(one,))
+        monkeypatch.setattr(data_command, "DATASET_INFOS", {"coco_stuff": info})
         return server
 
     return publish

@@ -18,7 +18,12 @@ from PIL import Image, features
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
-from ssl_bench.data.files.images import read_image, read_indices, read_mask_colours, voc_colours
+from ssl_bench.data.files.images import (
+    read_image,
+    read_integer_image,
+    read_mask_colours,
+    voc_colours,
+)
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
@@ -247,7 +252,7 @@ def test_zero_is_white_in_a_tiff_that_says_so(workdir):
     assert np.array_equal(ones[..., 0], np.where(GREY > 99, 0, 255))
     for numbers in (GREY % 3, GREY > 99):
         with pytest.raises(DataError, match="zero is white"):
-            read_indices(write_file(tif(numbers, photometric="miniswhite")))
+            read_integer_image(write_file(tif(numbers, photometric="miniswhite")))
 
 
 def bands(count: int, kind: str = "uint8", photometric: str = "minisblack") -> bytes:
@@ -347,7 +352,7 @@ def test_masks_with_lossy_compression_are_refused(workdir, name):
         pytest.importorskip("pillow_heif").register_heif_opener()
     elif kind == "AVIF" and not features.check("avif"):
         pytest.skip("Pillow cannot read AVIF")
-    for mode, read in (("L", read_indices), ("RGB", read_mask_colours)):
+    for mode, read in (("L", read_integer_image), ("RGB", read_mask_colours)):
         buffer = io.BytesIO()
         Image.fromarray(mask()).convert(mode).save(buffer, kind, **options)
         with pytest.raises(DataError, match=rf"\.png has the format {name}\b"):
@@ -414,7 +419,7 @@ def test_a_voc_palette_in_another_order_is_noticed(workdir, capsys, has_borders,
     # In other datasets, a VOC palette is recognised by the colour of the borders.
     if has_borders:
         with pytest.raises(DataError, match="palette"):
-            read_indices(path)
+            read_integer_image(path)
 
 
 def test_other_palettes_do_not_change_the_numbers_of_a_mask(tmp_path):
@@ -427,10 +432,10 @@ def test_other_palettes_do_not_change_the_numbers_of_a_mask(tmp_path):
         whole.putpalette(palette.ravel().tolist())
         whole.save(path)
         for has_voc_palette in (False,) if palette is green else (True, False):
-            assert np.array_equal(read_indices(path, has_voc_palette=has_voc_palette), mask())
+            assert np.array_equal(read_integer_image(path, has_voc_palette=has_voc_palette), mask())
     save_mask(path, mask())
-    assert np.array_equal(read_indices(path), mask())
-    assert np.array_equal(read_indices(path, has_voc_palette=True), mask())
+    assert np.array_equal(read_integer_image(path), mask())
+    assert np.array_equal(read_integer_image(path, has_voc_palette=True), mask())
 
 
 def test_masks_of_few_bits_hold_the_numbers_they_store(workdir):
@@ -439,7 +444,7 @@ def test_masks_of_few_bits_hold_the_numbers_they_store(workdir):
         *((png(numbers % 2**bits, bits), 2**bits - 1) for bits in (1, 2, 4)),
         *((pnm(numbers, most), 19) for most in (20, 150, 255, 300, 65535)),
     ):
-        found = read_indices(write_file(content))
+        found = read_integer_image(write_file(content))
         assert found.max() == largest
         assert np.array_equal(found, numbers % (largest + 1))
 

@@ -19,7 +19,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.models.loading import addresses, hub
-from ssl_bench.models.loading.addresses import NAMES, add_baselines
+from ssl_bench.models.loading.addresses import DEMO_NAMES, add_baselines
 from ssl_bench.models.loading.checkpoint import normalization_metadata
 from tests.benchmarks.evidence.rows import demo_of
 from tests.benchmarks.generated import LEDGER, ROOT
@@ -176,7 +176,7 @@ def test_a_missing_demo_encoder_is_refused_in_one_line(tmp_path, monkeypatch, lo
 
 def test_the_demo_encoders_are_those_of_the_last_recorded_runs():
     runs = json.loads((ROOT / LEDGER).read_text())
-    known = {name: runs[demo_of(name)] for name in NAMES}
+    known = {name: runs[demo_of(name)] for name in DEMO_NAMES}
     files = {path.name for path in addresses.demo_folder().glob("*.safetensors")}
     assert files == {f"demo_{name}.safetensors" for name in known}
     for name, run in known.items():

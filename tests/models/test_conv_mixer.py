@@ -90,7 +90,7 @@ def gelu_and_norm(maps, weights, norm):
 @pytest.mark.parametrize("skip", [True, False])
 def test_output_and_features_follow_the_equations(skip):
     model = random_mixer(replace(TINY, skip=skip))
-    encoder = encoder_from_model(model, name="x", colours=((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
+    encoder = encoder_from_model(model, name="x", normalization=((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
     output = model(images())
     features = FeatureExtractor(encoder, layers=(0, 2), facets=("token", "token_normed"))(images())
     states = [restated_maps(model, image) for image in images()]

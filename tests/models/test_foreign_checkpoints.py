@@ -140,8 +140,8 @@ def test_a_checkpoint_gives_the_features_of_its_model(tmp_path, make):
         saved(tmp_path / "w.pth", content), model, extra=("token_normed", "cls_normed")
     )
     assert encoder.num_heads == model.blocks[0].attn.num_heads
-    assert LAYOUTS[make] in (None, encoder.contents.layout)
-    assert encoder.contents.ignored.keys() == ignored
+    assert LAYOUTS[make] in (None, encoder.weights_info.layout)
+    assert encoder.weights_info.ignored.keys() == ignored
 
 
 @pytest.mark.parametrize("registers", [0, 4])
@@ -150,8 +150,8 @@ def test_published_weights_of_dinov2_give_the_same_features(tmp_path, registers)
     path = saved(tmp_path / "w.pth", weights)
     encoder = same_features(path, model, extra=("token_normed", "cls_normed"))
     assert (encoder.num_prefix_tokens, encoder.num_registers) == (1 + registers, registers)
-    assert (encoder.patch_size, encoder.contents.layout) == (14, "DINOv2")
-    assert encoder.contents.ignored.keys() == {"mask_token"}
+    assert (encoder.patch_size, encoder.weights_info.layout) == (14, "DINOv2")
+    assert encoder.weights_info.ignored.keys() == {"mask_token"}
     assert (encoder.loaded_keys, encoder.total_keys) == (len(weights) - 1, len(weights))
     assert encoder.sha256 == file_sha256(path)
 
@@ -160,7 +160,7 @@ def test_dino_and_deit_need_no_renaming(tmp_path):
     model = timm_model()
     safetensors.torch.save_file(model.state_dict(), tmp_path / "w.safetensors")
     encoder = same_features(tmp_path / "w.safetensors", model, extra=("token_normed",))
-    assert (encoder.contents.layout, encoder.contents.ignored) == ("DINO, timm", {})
+    assert (encoder.weights_info.layout, encoder.weights_info.ignored) == ("DINO, timm", {})
     assert identify_encoder(encoder.uri).identity() == encoder.identity()
 
 
@@ -198,7 +198,7 @@ def test_clip_image_encoders_are_loaded_with_a_timm_name(tmp_path, prefix, squee
     config = {"architecture": name, "model_args": arguments}
     encoder = load_encoder(folder_of(tmp_path / "clip", content, config))
 
-    assert "proj" in encoder.contents.ignored
+    assert "proj" in encoder.weights_info.ignored
     assert_same_weights(encoder.module.get_submodule("model"), model.state_dict())
     assert "as CLIP has" in message_of(tmp_path / "clip/model.safetensors")
 
@@ -232,7 +232,7 @@ def test_a_torchvision_vit_gives_its_own_features(tmp_path, names):
         expected = model.encoder(torch.cat([model.class_token, patches], 1))
     tokens = torch.cat([features["cls_normed"][:, None], features["token_normed"].flatten(1, 2)], 1)
     torch.testing.assert_close(tokens, expected, rtol=0, atol=1e-5)
-    assert encoder.contents.ignored.keys() == {"heads.head.weight", "heads.head.bias"}
+    assert encoder.weights_info.ignored.keys() == {"heads.head.weight", "heads.head.bias"}
 
 
 @pytest.mark.parametrize(

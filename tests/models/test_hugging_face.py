@@ -95,7 +95,7 @@ def test_a_transformers_dinov2_gives_the_features_of_timm(tmp_path, registers):
     )
     encoder = same_features(f"local-dir:{folder}", model, extra=("cls_normed",))
     assert encoder.num_registers == registers
-    assert encoder.contents.ignored.keys() == {"embeddings.mask_token"}
+    assert encoder.weights_info.ignored.keys() == {"embeddings.mask_token"}
 
 
 def test_a_transformers_mae_is_loaded_without_its_decoder(tmp_path):
@@ -105,7 +105,7 @@ def test_a_transformers_mae_is_loaded_without_its_decoder(tmp_path):
     more = {"decoder.mask_token": torch.ones(1), "decoder.decoder_pred.weight": torch.ones(2)}
     safetensors.torch.save_file({**safetensors.torch.load_file(path), **more}, path)
     encoder = same_features(f"local-dir:{folder}", model)
-    assert encoder.contents.ignored.keys() == more.keys()
+    assert encoder.weights_info.ignored.keys() == more.keys()
 
 
 def test_a_missing_normalisation_is_refused_with_a_working_hint(tmp_path):
@@ -164,7 +164,7 @@ def test_a_timm_folder_follows_its_configuration(tmp_path):
     folder, model = timm_folder(tmp_path / "mine")
     encoder = same_features(f"local-dir:{folder}", model, extra=("token_normed",))
     assert (encoder.depth, encoder.patch_size, encoder.native_size) == (2, 8, (32, 32))
-    assert encoder.contents.ignored.keys() == {"head.weight", "head.bias"}
+    assert encoder.weights_info.ignored.keys() == {"head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize("arguments", [{"num_heads": 6}, {}])
@@ -183,8 +183,8 @@ def test_random_weights_have_the_architecture_of_the_folder(tmp_path, arguments)
     stated = load_encoder(f"random:mean=.4,std=.25:{trained}")
     assert (stated.mean, stated.std) == ((0.4,) * 3, (0.25,) * 3)
     assert random.architecture == expected.architecture
-    assert random.colours_from == expected.colours_from
-    assert random.colours_from.startswith("assumed")
+    assert random.normalization_source == expected.normalization_source
+    assert random.normalization_source.startswith("assumed")
 
 
 def test_weights_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_the_grid_comes_from_the_configuration(tmp_path, kind, grid):
         tmp_path / "hf", kind, model.state_dict(), image_size=size, patch_size=[8, 8]
     )
     encoder = same_features(f"local-dir:{folder}", model)
-    assert "assumed" not in encoder.contents.note
+    assert "assumed" not in encoder.weights_info.note
     assert encoder.architecture["grid_size"] == list(grid)
     random = load_encoder(f"random:local-dir:{folder}")
     assert random.architecture == encoder.architecture
@@ -399,7 +399,7 @@ def test_a_transformers_dinov3_has_its_own_normalisation_and_depth(tmp_path, din
     assert_same_features(folder, model)
     encoder = load_encoder(folder)
     assert encoder.mean == pytest.approx(DINOV3_COLOURS["image_mean"])
-    assert encoder.colours_from == "preprocessor_config.json"
+    assert encoder.normalization_source == "preprocessor_config.json"
     # timm supports no other base of the rotary positions. Versions of transformers differ in its
     # place.
     places = ({"rope_theta": 50.0}, {"rope_parameters": {"rope_theta": 50.0}})

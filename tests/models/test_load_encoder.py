@@ -51,7 +51,7 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(saved, tmp_path):
     assert (encoder.depth, encoder.dim, encoder.num_heads, encoder.patch_size) == (2, 64, 1, 8)
     assert (encoder.native_size, encoder.num_prefix_tokens) == ((32, 32), 1)
     assert (encoder.loaded_keys, encoder.total_keys) == (30, 30)
-    assert encoder.contents.epoch == 1
+    assert encoder.weights_info.epoch == 1
     assert not any(p.requires_grad for p in encoder.module.parameters())
     assert not encoder.module.training
     metadata = read_metadata(saved)
@@ -75,7 +75,7 @@ def test_the_epoch_of_a_checkpoint_is_a_number_or_unknown(tmp_path, epoch, expec
     path = tmp_path / "mine.safetensors"
     save_encoder(path, build_vit(TINY, seed=0), {} if epoch is None else {"epoch": epoch})
 
-    assert load_encoder(str(path)).contents.epoch == expected
+    assert load_encoder(str(path)).weights_info.epoch == expected
 
 
 @pytest.mark.parametrize(

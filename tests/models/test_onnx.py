@@ -179,7 +179,7 @@ def test_an_export_gives_the_tokens_of_onnxruntime(tmp_path, kind, opset, side):
     with torch.no_grad():
         tokens = cast(Any, encoder.module).forward_features(images)
     np.testing.assert_allclose(tokens.numpy(), expected, atol=2e-5)
-    assert "classifier.weight" in encoder.contents.ignored
+    assert "classifier.weight" in encoder.weights_info.ignored
     random = load_encoder(f"random:{tmp_path / 'm.onnx'}")
     assert random.architecture == encoder.architecture
 

@@ -125,21 +125,21 @@ def test_features_of_vits_equal_timm(name, what, patch, prefix, registers):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "native", "any_size", "strides", "prefix", "registers"),
+    ("name", "changes", "native", "dynamic_image_size", "strides", "prefix", "registers"),
     TRACED,
     ids=[row[0] for row in TRACED],
 )
 def test_features_of_traced_blocks_equal_timm(
-    name, changes, native, any_size, strides, prefix, registers
+    name, changes, native, dynamic_image_size, strides, prefix, registers
 ):
     model = random_model(name, **changes)
     encoder = as_encoder(model)
 
-    assert (encoder.native_size, encoder.any_size) == (native, any_size)
+    assert (encoder.native_size, encoder.dynamic_image_size) == (native, dynamic_image_size)
     assert encoder.strides == strides
     assert (encoder.num_prefix_tokens, encoder.num_registers) == (prefix, registers)
     layers = range(encoder.depth)
-    images = torch.rand(2, 3, *((64, 96) if any_size else native))
+    images = torch.rand(2, 3, *((64, 96) if dynamic_image_size else native))
     features = FeatureExtractor(encoder, layers=layers)(images)
     options = {"coarse": False} if hasattr(model, "reroll") else {}
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_features_of_traced_blocks_equal_timm(
     compared = layers if len(expected) == encoder.depth else ends
     for layer, maps in zip(compared, expected[-len(compared) :], strict=True):
         assert_close(features[layer]["token"], maps.permute(0, 2, 3, 1))
-    if not any_size:
+    if not dynamic_image_size:
         with pytest.raises(ConfigurationError, match=f"{native[0]} x {native[1]}"):
             FeatureExtractor(encoder, layers=[1])(torch.rand(1, 3, 32, 32))
 
@@ -171,7 +171,7 @@ def test_a_torchvision_resnet_gives_its_residual_blocks(tmp_path):
 
     assert (encoder.depth, encoder.num_heads, encoder.dim) == (8, 0, 512)
     assert encoder.position_rule is None
-    assert (len(encoder.contents.ignored), encoder.loaded_keys) == (2, encoder.total_keys - 2)
+    assert (len(encoder.weights_info.ignored), encoder.loaded_keys) == (2, encoder.total_keys - 2)
     images = torch.rand(1, 3, 64, 96)
     with torch.no_grad():
         model(normalise(encoder, images))
@@ -259,7 +259,7 @@ def test_weights_of_sam_with_its_own_names_are_loaded(tmp_path):
     config = {"architecture": "samvit_base_patch16_224", "model_args": SAM}
     encoder = load_encoder(folder_of(tmp_path / "sam", weights | others, config))
     assert_same_weights(encoder.module.get_submodule("model"), model.state_dict())
-    assert encoder.contents.ignored.keys() == others.keys()
+    assert encoder.weights_info.ignored.keys() == others.keys()
 
 
 @pytest.mark.parametrize("has_timm_names", [True, False])

@@ -73,7 +73,7 @@ def images(count: int = 2, height: int = 32, width: int = 64) -> Tensor:
 )
 def test_a_checkpoint_has_features_of_every_block_on_its_grid(kind, strides, widths, tmp_path):
     model = build_encoder(KINDS[kind], seed=3).eval()
-    encoder = encoder_from_model(model, name="x", colours=COLOURLESS)
+    encoder = encoder_from_model(model, name="x", normalization=COLOURLESS)
     last = encoder.depth - 1
 
     features = FeatureExtractor(encoder, layers=range(encoder.depth))(images())
@@ -169,10 +169,10 @@ def test_unsupported_options_of_a_family_are_refused_in_one_line(config, changes
 def test_default_sizes_come_from_the_architecture():
     swin, vit = TimmConfig(), TimmConfig(name="vit_small_patch16_224")
     assert (swin.patch_size, swin.window_size, vit.patch_size) == (4, 7, 16)
-    assert (swin.depth, swin.dim, swin.shape.strides[::8]) == (24, 768, (4, 16, 16))
+    assert (swin.depth, swin.dim, swin.block_info.strides[::8]) == (24, 768, (4, 16, 16))
     assert TimmConfig.from_dict(json.loads(json.dumps(swin.to_dict()))) == swin
     atto = TimmConfig(name="convnext_atto", image_size=32, patch_size=2)
-    assert atto.shape.strides[::4] == (4, 16, 16)
+    assert atto.block_info.strides[::4] == (4, 16, 16)
 
 
 @pytest.mark.parametrize("config", [SWIN, CAIT, VIT])
@@ -303,7 +303,7 @@ def test_timm_addresses_with_a_file_give_its_weights_and_stages(tmp_path):
 
 def test_stages_are_encoders_with_a_single_grid_and_width():
     encoder = encoder_from_model(build_encoder(SWIN, seed=0), name="x")
-    stages = encoder.stages((0, 3, 2, 4))
+    stages = encoder.group_by_shape((0, 3, 2, 4))
     assert [layers for _, layers in stages] == [(0,), (3, 2), (4,)]
     assert [(one.patch_size, one.dim) for one, _ in stages] == [(2, 8), (8, 32), (16, 64)]
     assert all(one.identity() == encoder.identity() for one, _ in stages)

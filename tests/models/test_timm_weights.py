@@ -70,7 +70,7 @@ def load_from_folder(
 def test_sizes_come_from_the_file_and_are_reported(tmp_path, name, changes, size, prefix, note):
     weights = weights_of(name, **SMALL, **changes)
     encoder = load_from_folder(tmp_path / "f", weights, name, model_args=SMALL)
-    assert (encoder.native_size, encoder.contents.note) == (size, note)
+    assert (encoder.native_size, encoder.weights_info.note) == (size, note)
     patches = size[0] * size[1] // encoder.patch_size**2
     assert weights["pos_embed"].shape[1] == patches + prefix
     state = encoder.module.get_submodule("model").state_dict()
@@ -224,8 +224,8 @@ def test_the_note_tells_how_to_state_an_assumed_head_count(tmp_path):
     changes = {"depth": 2, "img_size": 32, "num_heads": 6}
     weights = weights_of(**changes)
     bare = load_encoder(str(saved(tmp_path / "w.pth", weights)))
-    config = advised_config(bare.contents.note) | {"architecture": NAME}
-    assert "3 heads of 64 channels assumed" in bare.contents.note
+    config = advised_config(bare.weights_info.note) | {"architecture": NAME}
+    assert "3 heads of 64 channels assumed" in bare.weights_info.note
     assert (bare.num_heads, config["model_args"]) == (3, {"num_heads": 6})
     config["model_args"] |= {"depth": 2}
     assert load_encoder(folder_of(tmp_path / "f", weights, config)).num_heads == 6

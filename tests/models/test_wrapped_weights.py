@@ -154,7 +154,7 @@ def test_the_wrappers_around_a_model_are_removed(tmp_path, wrap):
     weights = timm_model().state_dict()
     encoder = load_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights))))
     assert encoder.loaded_keys == len(weights) <= encoder.total_keys <= len(weights) + 2
-    assert "is used, not" not in encoder.contents.note
+    assert "is used, not" not in encoder.weights_info.note
     assert_same_weights(encoder.module, weights)
 
 
@@ -198,11 +198,11 @@ def test_the_averaged_encoder_of_two_is_used_and_reported(tmp_path, wrap):
     other = {name: value + 1 for name, value in weights.items()}
     encoder = load_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights, other))))
     assert_same_weights(encoder.module, weights)
-    used, _, rest = encoder.contents.note.partition(" is used, not ")
+    used, _, rest = encoder.weights_info.note.partition(" is used, not ")
     unused = rest.partition(";")[0]
     assert unused not in ("", used)
     assert "," not in unused
-    assert encoder.contents.ignored
+    assert encoder.weights_info.ignored
 
 
 RESNET = {"conv1.weight": torch.zeros(4, 3, 7, 7), "layer1.0.conv1.weight": torch.zeros(4, 4, 3, 3)}

@@ -30,7 +30,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import component_class
 from ssl_bench.errors import CheckpointError, ConfigurationError, Preempted
 from ssl_bench.models import identify_encoder, load_encoder
-from ssl_bench.models.loading.addresses import expand
+from ssl_bench.models.loading.addresses import expand_addresses
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import file_sha256, read_digests
 from tests.pretrain.plans import TINY, album, plan_of, state_of, stopped_after_a_step
@@ -84,12 +84,12 @@ def test_an_encoder_is_selected_by_its_epoch(kept):
     assert load_encoder(str(kept / names[0])).name == "run@1"
     with pytest.raises(CheckpointError, match=r"@1, @2"):
         load_encoder(f"{kept}@7")
-    assert expand([f"{kept}/epoch*"]) == [str(kept / name) for name in names]
+    assert expand_addresses([f"{kept}/epoch*"]) == [str(kept / name) for name in names]
     by_shell = sorted(map(str, kept.glob("epoch*")))
-    assert expand(by_shell) == [str(kept / name) for name in names]
-    assert expand(by_shell[1:2]) == by_shell[1:2]
-    assert expand([f"{kept.parent}/*@2"]) == [str(kept / names[1])]
-    assert expand([f"{kept}@1,{kept}@2"]) == [f"{kept}@1", f"{kept}@2"]
+    assert expand_addresses(by_shell) == [str(kept / name) for name in names]
+    assert expand_addresses(by_shell[1:2]) == by_shell[1:2]
+    assert expand_addresses([f"{kept.parent}/*@2"]) == [str(kept / names[1])]
+    assert expand_addresses([f"{kept}@1,{kept}@2"]) == [f"{kept}@1", f"{kept}@2"]
 
 
 @pytest.mark.parametrize("epochs", ["*", "1,7"])

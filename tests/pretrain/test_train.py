@@ -73,7 +73,7 @@ def test_a_run_saves_its_teacher_and_logs_each_step(root, tmp_path, capsys, monk
     state, encoder = state_of(tmp_path), load_encoder(str(path))
     assert encoder.native_size == (16, 16)
     # The run has eight steps, and an epoch has six.
-    assert encoder.contents.epoch == 1.33
+    assert encoder.weights_info.epoch == 1.33
     for name, value in encoder.module.state_dict().items():
         assert torch.equal(value, state["learner"][f"teacher.backbone.{name}"])
     rows = log_rows(tmp_path, timed=True)

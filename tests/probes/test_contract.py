@@ -24,7 +24,7 @@ from probes.features.training_images import TrainingSplit
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import build, has_key, list_protocols
-from ssl_bench.data.samples import ROLE_ANNOTATIONS, datasets_with
+from ssl_bench.data.samples import ROLE_ANNOTATIONS, find_datasets
 from ssl_bench.errors import DataError
 from ssl_bench.models import load_encoder
 from ssl_bench.planning import PlannedProbe, plan_probes
@@ -55,7 +55,7 @@ VARIANTS = {
 CHECKS = {"settings", "__post_init__", "__eq__", "__hash__", "__repr__"}
 # Fields of a record that describe the run and not the result.
 RUN_FIELDS = ("created", "seconds")
-supporting_datasets = cache(datasets_with)
+supporting_datasets = cache(find_datasets)
 
 
 def install_plugins(folder: Path) -> None:

@@ -26,7 +26,7 @@ from probes.instances.ranking import (
 )
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.toy import ToyInstances
-from ssl_bench.data.samples import ImageSet, Search
+from ssl_bench.data.samples import ImageSet, RetrievalTarget
 from ssl_bench.errors import ConfigurationError, DataError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
@@ -201,10 +201,10 @@ def plain_scores(
     """
     found = []
     for sample in images:
-        if (search := sample.search) is None:
+        if (target := sample.retrieval_target) is None:
             continue
-        excluded = search.ignored | search.bystanders | (search.matches if hard_only else set())
-        right = search.hard_matches if hard_only else search.matches | search.hard_matches
+        excluded = target.ignored | target.excluded_ids | (target.matches if hard_only else set())
+        right = target.hard_matches if hard_only else target.matches | target.hard_matches
         cosines = cosines_to(sample.image_id, images, encoder, side)
         ranked = sorted(cosines.keys() - excluded, key=lambda name: -cosines[name])[:top]
         found.append(100 * float(area_by_fractions([i in right for i in ranked], len(right))))
@@ -228,16 +228,16 @@ def test_scores_of_queries_equal_those_computed_in_float64(toy, encoder, tmp_pat
 @pytest.mark.parametrize("top", [None, 4])
 def test_landmarks_also_score_only_the_hard_matches(toy, encoder, tmp_path, top):
     images = toy.val()
-    ids, searches = images.ids, {}
-    for query, one in images.searches.items():
+    ids, targets = images.ids, {}
+    for query, one in images.retrieval_targets.items():
         ignored, *easy = (ids[(ids.index(query) + n) % 16] for n in (5, 6, 7))
-        searches[query] = replace(
+        targets[query] = replace(
             one,
             matches=one.matches | {*easy},
             ignored=frozenset({ignored}),
-            bystanders=frozenset(ids[::4]),
+            excluded_ids=frozenset(ids[::4]),
         )
-    dataset = SameImages(replace(images, searches=searches))
+    dataset = SameImages(replace(images, retrieval_targets=targets))
 
     records = run(Instances("landmarks", image_size=48, top=top), dataset, encoder, tmp_path)
 
@@ -381,7 +381,9 @@ def test_images_and_encoders_that_cannot_be_scored_are_refused(toy, encoder, tmp
     images = toy.val()
     # A query does not match itself.
     for match in ("elsewhere", images.ids[0]):
-        unmatched = replace(images, searches={images.ids[0]: Search(frozenset({match}))})
+        unmatched = replace(
+            images, retrieval_targets={images.ids[0]: RetrievalTarget(frozenset({match}))}
+        )
         with pytest.raises(DataError) as no_match:
             run(Instances(image_size=32), SameImages(unmatched), encoder, tmp_path)
         assert "data.limit=null" in no_match.value.hint
@@ -393,7 +395,7 @@ def test_images_and_encoders_that_cannot_be_scored_are_refused(toy, encoder, tmp
             Instances(facet=facet).require_fitting(replace(encoder, num_prefix_tokens=0))
         assert no_cls.value.hint == (hint,)
     with pytest.raises(UnfitEncoder) as one_size:
-        Instances(scales=[1.0, 0.5]).require_fitting(replace(encoder, any_size=False))
+        Instances(scales=[1.0, 0.5]).require_fitting(replace(encoder, dynamic_image_size=False))
     assert one_size.value.hint == ("probe.scales=[1.0]",)
     for options in ({"facet": "key"}, {"scales": []}, {"scales": [2.0]}, {"jpeg_qualities": [0]}):
         with pytest.raises(ConfigurationError):
@@ -402,9 +404,12 @@ def test_images_and_encoders_that_cannot_be_scored_are_refused(toy, encoder, tmp
 
 def test_queries_without_a_hard_match_leave_its_score_undefined(toy, encoder, tmp_path):
     images = toy.val()
-    easy = {query: replace(one, hard_matches=frozenset()) for query, one in images.searches.items()}
+    easy = {
+        query: replace(one, hard_matches=frozenset())
+        for query, one in images.retrieval_targets.items()
+    }
 
-    dataset = SameImages(replace(images, searches=easy))
+    dataset = SameImages(replace(images, retrieval_targets=easy))
     records = run(Instances("landmarks", image_size=32), dataset, encoder, tmp_path)
 
     assert math.isnan(records["map_hard"].value)
@@ -415,9 +420,9 @@ def test_queries_without_a_hard_match_leave_its_score_undefined(toy, encoder, tm
 def test_figures_frame_right_and_wrong_images(toy, encoder, tmp_path):
     images = toy.val()
     query = images.ids[0]
-    search = replace(images.searches[query], ignored=frozenset(images.ids[4:8]))
+    target = replace(images.retrieval_targets[query], ignored=frozenset(images.ids[4:8]))
 
-    dataset = SameImages(replace(images, searches={query: search}))
+    dataset = SameImages(replace(images, retrieval_targets={query: target}))
     run(Instances(image_size=32, panels=3), dataset, encoder, tmp_path)
 
     (path,) = tmp_path.rglob("block01_cls/3-queries.png")
@@ -429,7 +434,7 @@ def test_figures_frame_right_and_wrong_images(toy, encoder, tmp_path):
     assert frames[0] == (0, 0, 0)
     assert len(frames) == 9
     cosines = cosines_to(query, images, encoder, 32)
-    colours = dict.fromkeys(search.matches | search.hard_matches, (40, 220, 60))
-    colours |= dict.fromkeys(search.ignored, (160, 160, 160))
+    colours = dict.fromkeys(target.matches | target.hard_matches, (40, 220, 60))
+    colours |= dict.fromkeys(target.ignored, (160, 160, 160))
     nearest = sorted(cosines, key=lambda name: -cosines[name])[:8]
     assert frames[1:] == [colours.get(name, (255, 70, 60)) for name in nearest]

@@ -15,7 +15,7 @@ from probes.features.stream import to_float16, undo_scaling
 from probes.tokencut.eigensolver import cosine_similarities
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import build, has_key
-from ssl_bench.data.samples import datasets_with
+from ssl_bench.data.samples import find_datasets
 from ssl_bench.errors import UnfitEncoder
 from ssl_bench.neighbours import unit_vectors, zero_vectors_warning
 from ssl_bench.request import probing_config
@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-supporting_datasets = cache(datasets_with)
+supporting_datasets = cache(find_datasets)
 
 
 class Block(nn.Module):

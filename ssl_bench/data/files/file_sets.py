@@ -15,13 +15,13 @@ from jaxtyping import Float64, Int16, Integer, UInt8
 from ssl_bench.data.files.fingerprints import (
     FilePart,
     IdentifiedImages,
-    Identities,
+    ImageSetHashes,
     ReadOptions,
     cached_sha256,
     extend_fingerprint,
     identify_parts,
 )
-from ssl_bench.data.files.images import file_orientation, read_image, read_indices
+from ssl_bench.data.files.images import file_orientation, read_image, read_integer_image
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 
@@ -158,9 +158,10 @@ class Masks:
             DataError: The file is not a valid mask, or stores a number without a class.
         """
         path = self.files.path(image_id)
-        return self.labels.apply(read_indices(path, has_voc_palette=self.has_voc_palette), path)
+        numbers = read_integer_image(path, has_voc_palette=self.has_voc_palette)
+        return self.labels.apply(numbers, path)
 
-    def meaning(self) -> str:
+    def fingerprint_key(self) -> str:
         """Return the class of each stored number as text.
 
         The fingerprint (hash) of the image set depends on this text.
@@ -196,7 +197,7 @@ class Boxes:
         """Return the names of the annotation files that are missing for the given image ids."""
         return self.files.list_missing(ids) if self.files else []
 
-    def meaning(self, image_id: str) -> str:
+    def fingerprint_key(self, image_id: str) -> str:
         """Return the settings that determine the boxes of an image, as text.
 
         For example, the text states whether difficult objects are left out. The fingerprint (hash)
@@ -395,13 +396,13 @@ class FileImageSet(FileSet, IdentifiedImages):
     Attributes:
         masks: The segmentation masks, or None.
         boxes: The ground-truth boxes, or None.
-        upright: Whether to rotate images according to their EXIF orientation. It must be False if
-            masks or boxes refer to the pixels as they are stored.
+        apply_exif_orientation: Whether to rotate images according to their EXIF orientation. It
+            must be False if masks or boxes refer to the pixels as they are stored.
     """
 
     masks: Masks | None = None
     boxes: Boxes | None = None
-    upright: bool = False
+    apply_exif_orientation: bool = False
 
     def __getitem__(self, index: int) -> Sample:
         """Decode one image with its mask and boxes.
@@ -412,7 +413,9 @@ class FileImageSet(FileSet, IdentifiedImages):
         """
         image_id = self.ids[index]
         path = self.images.path(image_id)
-        image = read_image(path, self.options.bits, upright=self.upright)
+        image = read_image(
+            path, self.options.bits, apply_exif_orientation=self.apply_exif_orientation
+        )
         mask = self.masks.read(image_id) if self.masks else None
         if self.masks and mask is not None and mask.shape != image.shape[:2]:
             raise DataError(
@@ -434,9 +437,9 @@ class FileImageSet(FileSet, IdentifiedImages):
         return tuple(files.path(self.ids[index]) for files in (self.images, *labels) if files)
 
     @cached_property
-    def _identities(self) -> Identities:
+    def _hashes(self) -> ImageSetHashes:
         # With data.fingerprint=stat, no file is opened, so EXIF orientations are not read.
-        reads_orientation = self.upright and self.options.fingerprint == "content"
+        reads_orientation = self.apply_exif_orientation and self.options.fingerprint == "content"
         files_per_image = len(self.files(0)) if self.ids else 1
 
         def parts() -> Iterator[FilePart]:
@@ -452,13 +455,14 @@ class FileImageSet(FileSet, IdentifiedImages):
                 orientation = next(identities) if reads_orientation else _UPRIGHT
                 # The text that identifies a rotated image also contains its orientation.
                 image = image if orientation == _UPRIGHT else f"{image} {orientation}"
-                yield image_id, image, *labels, self.boxes.meaning(image_id) if self.boxes else ""
+                boxes = self.boxes.fingerprint_key(image_id) if self.boxes else ""
+                yield image_id, image, *labels, boxes
 
-        meaning = [self.masks.meaning(), self.class_names] if self.masks else []
+        key = [self.masks.fingerprint_key(), self.class_names] if self.masks else []
         num_parts = (files_per_image + reads_orientation) * len(self)
         with self.identify_parts(parts(), num_parts) as identities:
-            hashes = self.options.hash_rows(meaning, rows(identities))
-        if self.upright and not reads_orientation:
+            hashes = self.options.hash_rows(key, rows(identities))
+        if self.apply_exif_orientation and not reads_orientation:
             return hashes._replace(fingerprint=extend_fingerprint(hashes.fingerprint, ["upright"]))
         return hashes
 

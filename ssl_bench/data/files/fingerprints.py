@@ -118,7 +118,9 @@ class ReadOptions:
             return fingerprint
         return extend_fingerprint(fingerprint, ["bits", self.bits])
 
-    def hash_rows(self, first: Sequence[object], rows: Iterable[tuple[str, ...]]) -> "Identities":
+    def hash_rows(
+        self, first: Sequence[object], rows: Iterable[tuple[str, ...]]
+    ) -> "ImageSetHashes":
         """Compute the fingerprint (hash) of an image set and a hash of each of its images.
 
         Args:
@@ -139,10 +141,10 @@ class ReadOptions:
                 yield row
 
         fingerprint = self.compute_fingerprint(collect_hashes())
-        return Identities(fingerprint, np.array(files, np.uint64), np.array(samples, np.uint64))
+        return ImageSetHashes(fingerprint, np.array(files, np.uint64), np.array(samples, np.uint64))
 
 
-class Identities(NamedTuple):
+class ImageSetHashes(NamedTuple):
     """Hashes that identify an image set and each of its images.
 
     Attributes:
@@ -187,7 +189,7 @@ class IdentifiedImages:
         raise NotImplementedError
 
     @cached_property
-    def _identities(self) -> Identities:
+    def _hashes(self) -> ImageSetHashes:
         raise NotImplementedError
 
     def fingerprint(self) -> str:
@@ -201,15 +203,15 @@ class IdentifiedImages:
         Raises:
             DataError: A file cannot be read, or has changed since the set was opened.
         """
-        return self._identities.fingerprint
+        return self._hashes.fingerprint
 
     def file_hashes(self) -> UInt64[np.ndarray, " images"]:
         """Return the hash of each image's file."""
-        return self._identities.files
+        return self._hashes.files
 
     def sample_hashes(self) -> list[str]:
         """Return a hash of each image with its mask and boxes, in hexadecimal digits."""
-        return [f"{number:016x}" for number in self._identities.samples.tolist()]
+        return [f"{number:016x}" for number in self._hashes.samples.tolist()]
 
 
 def with_read_options(images: ImageSet, options: ReadOptions) -> ImageSet:

@@ -49,7 +49,7 @@ _VOC_CLASSES = (*range(21), 255)
 
 
 def read_image(
-    path: Path, bits: int | None = None, *, upright: bool = False
+    path: Path, bits: int | None = None, *, apply_exif_orientation: bool = False
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Read an image file as 8-bit RGB. Transparency is dropped.
 
@@ -57,8 +57,9 @@ def read_image(
         path: The image file.
         bits: Number of bits that a 16-bit image uses, such as 12 for values up to 4095. It is
             required unless the header of the file states the range of values.
-        upright: Whether to apply the EXIF orientation. Use False for images with masks or boxes. In
-            VOC, ADE20K and COCO, masks and boxes refer to the pixels as they are stored.
+        apply_exif_orientation: Whether to apply the EXIF orientation. Use False for images with
+            masks or boxes. In VOC, ADE20K and COCO, masks and boxes refer to the pixels as they are
+            stored.
 
     Raises:
         DataError: The file is missing.
@@ -66,10 +67,11 @@ def read_image(
             image, or contains 16-bit values in an unknown range.
     """
     data = read_data_file(path)
-    return decode_upright(data, path, bits) if upright else decode_image(data, path, bits)
+    decode = decode_oriented if apply_exif_orientation else decode_image
+    return decode(data, path, bits)
 
 
-def decode_upright(
+def decode_oriented(
     data: bytes, name: str | Path, bits: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Decode the bytes of an image file to 8-bit RGB, and apply the EXIF orientation.
@@ -143,7 +145,7 @@ def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
         return _to_rgb(_open_mask(data, path), data, path, bits=16)
 
 
-def read_indices(
+def read_integer_image(
     path: Path, *, has_voc_palette: bool = False, content: str = "one class number per pixel"
 ) -> Integer[np.ndarray, "height width"]:
     """Read the numbers that a mask file stores. The colour palette of the file is not applied.
@@ -160,10 +162,10 @@ def read_indices(
             instead of numbers, or has VOC's palette in another order.
     """
     data = read_data_file(path)
-    return decode_indices(data, path, has_voc_palette=has_voc_palette, content=content)
+    return decode_integer_image(data, path, has_voc_palette=has_voc_palette, content=content)
 
 
-def decode_indices(
+def decode_integer_image(
     data: bytes,
     name: str | Path,
     *,
@@ -476,7 +478,7 @@ def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
             palette = image.palette.palette if image.mode == "P" and image.palette else b""
     except DataError:
         raise
-    # Pillow raises errors of many types for damaged files. `read_indices` reports them.
+    # Pillow raises errors of many types for damaged files. `read_integer_image` reports them.
     except Exception as error:
         reraise_out_of_memory(error)
         return {}

@@ -117,7 +117,7 @@ class ReadableDataset(DatasetView):
                 by_split.setdefault(split, []).extend(ids)
         return by_split
 
-    def _select_readable(self, role: str, images: ImageSet) -> ImageSet:
+    def _select_readable(self, usage: str, images: ImageSet) -> ImageSet:
         errors = find_read_errors(images, self._cache.errors)
         if self._must_be_complete:
             require_readable(images, errors)
@@ -131,7 +131,7 @@ class ReadableDataset(DatasetView):
         if not readable:
             raise DataError(f"none of the {len(images)} images of {_title(images)} can be read")
         left_out = [i for i, error in zip(images.ids, errors, strict=True) if error is not None]
-        self._left_out[role, images.split, images.ids] = left_out
+        self._left_out[usage, images.split, images.ids] = left_out
         return ImageSubset(images, readable) if left_out else images
 
 

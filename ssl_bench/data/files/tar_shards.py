@@ -30,7 +30,7 @@ from ssl_bench.data.files.fingerprints import (
     RACY_NS,
     FilePart,
     IdentifiedImages,
-    Identities,
+    ImageSetHashes,
     ReadOptions,
     file_state,
     identify_parts,
@@ -38,7 +38,7 @@ from ssl_bench.data.files.fingerprints import (
     read_cache_file,
     write_cache_file,
 )
-from ssl_bench.data.files.images import IMAGE_SUFFIXES, decode_upright
+from ssl_bench.data.files.images import IMAGE_SUFFIXES, decode_oriented
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
 from ssl_bench.system.files import (
@@ -138,14 +138,14 @@ class ShardIndex(NamedTuple):
 
     Attributes:
         names: Paths of the images in the tar file, sorted.
-        places: Position and class of each image, as offset in bytes, size in bytes and class
+        members: Position and class of each image, as offset in bytes, size in bytes and class
             number. The class number is `NO_LABEL` (-1) if there is no `.cls` member, and
             `INVALID_LABEL` (-2) if this member does not contain a number.
         state: Size in bytes and modification time in nanoseconds of the tar file.
     """
 
     names: list[str]
-    places: Int64[np.ndarray, "images 3"]
+    members: Int64[np.ndarray, "images 3"]
     state: tuple[int, int]
 
 
@@ -157,16 +157,16 @@ def index_shard(shard: Path) -> ShardIndex:
             or contains a sample without an image.
     """
     begin_ns, state = time.time_ns(), file_state(shard)
-    names_and_places = _load_index(shard, state)
-    if names_and_places is None:
-        names_and_places = _scan(shard)
+    names_and_members = _load_index(shard, state)
+    if names_and_members is None:
+        names_and_members = _scan(shard)
         if file_state(shard) != state:
             raise DataError(f"{shard} has changed while it was read. Wait until it is complete")
         # Do not cache the index of a file that has just been written. Another change within the
         # resolution of file times would not change the times, so the outdated index would be used.
         if max(state[1:3]) < begin_ns - RACY_NS:
-            _save_index(shard, state, *names_and_places)
-    return ShardIndex(*names_and_places, state[:2])
+            _save_index(shard, state, *names_and_members)
+    return ShardIndex(*names_and_members, state[:2])
 
 
 def _cache_file(shard: Path) -> Path:
@@ -194,9 +194,9 @@ def _load_index(shard: Path, state: tuple[int, ...]) -> tuple[list[str], np.ndar
 
 
 def _save_index(
-    shard: Path, state: tuple[int, ...], names: list[str], places: Int64[np.ndarray, "images 3"]
+    shard: Path, state: tuple[int, ...], names: list[str], members: Int64[np.ndarray, "images 3"]
 ) -> None:
-    body = json.dumps({"state": state, "names": names, "places": places.tolist()}).encode()
+    body = json.dumps({"state": state, "names": names, "places": members.tolist()}).encode()
     try:
         write_cache_file(_cache_file(shard), _CACHE_HEADER, body)
     except MachineError as error:
@@ -206,8 +206,8 @@ def _save_index(
         )
 
 
-def _to_array(places: Sequence[Sequence[int]]) -> Int64[np.ndarray, "images 3"]:
-    return np.array(places, np.int64).reshape(-1, 3)
+def _to_array(members: Sequence[Sequence[int]]) -> Int64[np.ndarray, "images 3"]:
+    return np.array(members, np.int64).reshape(-1, 3)
 
 
 def _scan(shard: Path) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
@@ -304,7 +304,7 @@ class TarImages(IdentifiedImages):
         folder: Folder that contains all tar files, directly or in subfolders.
         shards: The tar files.
         states: Size in bytes and modification time in nanoseconds of each tar file.
-        places: Four numbers for each image: index of its tar file in `shards`, offset in bytes,
+        members: Four numbers for each image: index of its tar file in `shards`, offset in bytes,
             size in bytes, and class number. The class number is -1 (`NO_LABEL`) if there is none,
             and -2 (`INVALID_LABEL`) if it is invalid.
         options: Options for reading and identifying the images.
@@ -316,7 +316,7 @@ class TarImages(IdentifiedImages):
     ids: tuple[str, ...]
     shards: tuple[Path, ...]
     states: tuple[tuple[int, int], ...]
-    places: Int64[np.ndarray, "images 4"]
+    members: Int64[np.ndarray, "images 4"]
     class_names: tuple[str, ...] = ()
     options: ReadOptions = field(default_factory=ReadOptions)
 
@@ -334,17 +334,17 @@ class TarImages(IdentifiedImages):
                 images at all.
         """
         folder = Path(os.path.commonpath([shard.absolute().parent for shard in shards]))
-        ids, states, places = list[str](), list[tuple[int, int]](), list[np.ndarray]()
+        ids, states, members = list[str](), list[tuple[int, int]](), list[np.ndarray]()
         progress = show_progress(shards, f"index of {name} {split}", len(shards))
         with closing(map_in_threads(index_shard, progress)) as indices:
             for number, (shard, index) in enumerate(indices):
                 states.append(index.state)
                 prefix = shard.absolute().relative_to(folder).as_posix()
                 ids += [f"{prefix}/{member}" for member in index.names]
-                places.append(np.insert(index.places, 0, number, axis=1))
+                members.append(np.insert(index.members, 0, number, axis=1))
         if not ids:
             raise DataError(f"{folder} has no image in its {len(shards)} tar files")
-        rows = np.concatenate(places)
+        rows = np.concatenate(members)
         return cls(name, split, folder, tuple(ids), tuple(shards), tuple(states), rows)
 
     def __len__(self) -> int:
@@ -357,7 +357,7 @@ class TarImages(IdentifiedImages):
             UnreadableImage: The image is damaged.
             DataError: The tar file cannot be read or has changed.
         """
-        image = decode_upright(self._read(index), self.path(index), self.options.bits)
+        image = decode_oriented(self._read(index), self.path(index), self.options.bits)
         return Sample(self.ids[index], image)
 
     def with_read_options(self, options: ReadOptions) -> "TarImages":
@@ -372,28 +372,28 @@ class TarImages(IdentifiedImages):
             indices: Indices of its images in this image set.
         """
         ids = tuple(self.ids[index] for index in indices)
-        return replace(self, name=name, ids=ids, places=self.places[list(indices)])
+        return replace(self, name=name, ids=ids, members=self.members[list(indices)])
 
     def path(self, index: int) -> Path:
         return self.folder / self.ids[index]
 
     def files(self, index: int) -> tuple[Path, ...]:
-        return (self.shards[int(self.places[index, 0])],)
+        return (self.shards[int(self.members[index, 0])],)
 
     def content_sha256(self, index: int) -> str:
         return hashlib.sha256(self._read(index)).hexdigest()
 
     @cached_property
-    def _identities(self) -> Identities:
+    def _hashes(self) -> ImageSetHashes:
         if self.options.fingerprint == "stat":
             digests = (
                 f"{' '.join(map(str, self.states[shard]))} {offset} {size}"
-                for shard, offset, size, _ in self.places.tolist()
+                for shard, offset, size, _ in self.members.tolist()
             )
             return self.options.hash_rows([], zip(self.ids, digests, strict=True))
         parts = (
             FilePart(self.shards[shard], f"{offset} {size}", partial(self._read, index))
-            for index, (shard, offset, size, _) in enumerate(self.places.tolist())
+            for index, (shard, offset, size, _) in enumerate(self.members.tolist())
         )
         title = f"{self.name} {self.split}"
         hashing = identify_parts(parts, "content", title=title, folder=self.folder, total=len(self))
@@ -401,7 +401,7 @@ class TarImages(IdentifiedImages):
             return self.options.hash_rows([], zip(self.ids, digests, strict=True))
 
     def _read(self, index: int) -> bytes:
-        number, offset, size, _ = self.places[index].tolist()
+        number, offset, size, _ = self.members[index].tolist()
         shard = self.shards[number]
         try:
             with open_regular(shard) as file:

@@ -53,8 +53,8 @@ class Ade20k(PairedFolders):
         return find_root(
             self.root,
             name=self.name,
-            inside=("ADEChallengeData2016",),
-            landmarks=("images/training", "images/validation"),
+            subfolders=("ADEChallengeData2016",),
+            marker_folders=("images/training", "images/validation"),
             tree="ADEChallengeData2016/{images,annotations}/{training,validation}",
         )
 

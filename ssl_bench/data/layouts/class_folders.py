@@ -18,7 +18,7 @@ from ssl_bench.data.files.fingerprints import (
 )
 from ssl_bench.data.files.readable import select_images
 from ssl_bench.data.layouts.folder import ImageFolder, find_image_paths
-from ssl_bench.data.samples import ImageView, Layout, Sample, require_own_name, resolve_folder
+from ssl_bench.data.samples import ImageView, Layout, Sample, reject_published_name, resolve_folder
 from ssl_bench.data.splits import Split, missing_split_error, read_lines, require_disjoint
 from ssl_bench.errors import DataError, escape_braces
 from ssl_bench.system.files import is_output
@@ -92,7 +92,7 @@ class ClassificationSplits(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_own_name(self.name)
+        reject_published_name(self.name)
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class ClassFolders(ClassificationSplits):
             source=folder,
             ids=ids,
             images=Files(folder, ""),
-            upright=True,
+            apply_exif_orientation=True,
         ).validate()
         labels = {name: label for label, name in enumerate(names)}
         return LabelledImages(files, names, tuple(labels[classes[i]] for i in ids))

@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int64
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, parse_numbers, validate_boxes
 from ssl_bench.data.files.fingerprints import cached_sha256
-from ssl_bench.data.samples import Layout, benchmark_name, find_existing_folder, find_root
+from ssl_bench.data.samples import Layout, find_existing_folder, find_root, resolve_dataset_name
 from ssl_bench.data.splits import Split, find_image_ids, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import PublishedFile, download
@@ -22,7 +22,7 @@ from ssl_bench.system.files import cache_folder, expand_path, read_regular, writ
 from ssl_bench.system.process import reraise_out_of_memory
 
 # The digest is that of the file in commit fcedbec of the repository.
-LIST = PublishedFile(
+IMAGE_LIST = PublishedFile(
     "https://raw.githubusercontent.com/valeoai/LOST/master/datasets/coco_20k_filenames.txt",
     "133cea5ffcea93dccbaeb62c38b24e7c",
     "md5",
@@ -85,7 +85,7 @@ class CocoBoxes(Boxes):
         known = set(self.known.tolist())
         return [image_id for image_id in ids if _parse_image_number(image_id) not in known]
 
-    def meaning(self, image_id: str) -> str:
+    def fingerprint_key(self, image_id: str) -> str:
         """Return the boxes of an image as text.
 
         The hash of the image set is computed from this text, so it does not depend on other images
@@ -135,9 +135,11 @@ class Coco20k(Layout):
             find_existing_folder([root / "images" / split.name, root / split.name]), ".jpg"
         )
         ids = find_image_ids(read_list(source), images)
-        name = benchmark_name(self.name, {"discovery": ids})
-        if name == self.name and (md5 := LIST.hexdigest(source)) != LIST.digest:
-            raise DataError(f"{source} has md5 {md5}, expected {LIST.digest}. Download it again")
+        name = resolve_dataset_name(self.name, {"discovery": ids})
+        if name == self.name and (md5 := IMAGE_LIST.hexdigest(source)) != IMAGE_LIST.digest:
+            raise DataError(
+                f"{source} has md5 {md5}, expected {IMAGE_LIST.digest}. Download it again"
+            )
         return FileImageSet(
             name=name,
             split=self.discovery_split,
@@ -156,14 +158,14 @@ class Coco20k(Layout):
         for path in (folder / name for name in LIST_NAMES for folder in (root, root.parent)):
             if path.is_file():
                 return path
-        return download(LIST, cache_folder(self.cache) / LIST_NAMES[0])
+        return download(IMAGE_LIST, cache_folder(self.cache) / LIST_NAMES[0])
 
     def _root(self) -> Path:
         return find_root(
             self.root,
             name=self.name,
-            inside=("COCO", "coco"),
-            landmarks=("annotations", "images", "train2014"),
+            subfolders=("COCO", "coco"),
+            marker_folders=("annotations", "images", "train2014"),
             tree="annotations/instances_train2014.json, images/train2014/*.jpg and the list of ids",
         )
 

@@ -78,8 +78,8 @@ class CocoStuff(PairedFolders):
         return find_root(
             self.root,
             name=self.name,
-            inside=("COCO", "coco"),
-            landmarks=(
+            subfolders=("COCO", "coco"),
+            marker_folders=(
                 "stuffthingmaps",
                 "annotations/stuffthingmaps",
                 "annotations/train2017",

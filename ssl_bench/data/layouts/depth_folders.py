@@ -10,10 +10,10 @@ from jaxtyping import Float32
 
 from ssl_bench.composition.fields import OptionalPath, Positive
 from ssl_bench.data.files.file_sets import FileImageSet, Files
-from ssl_bench.data.files.fingerprints import Identities, extend_fingerprint
-from ssl_bench.data.files.images import read_indices
+from ssl_bench.data.files.fingerprints import ImageSetHashes, extend_fingerprint
+from ssl_bench.data.files.images import read_integer_image
 from ssl_bench.data.layouts.image_mask_folders import NestedFiles
-from ssl_bench.data.samples import Layout, Sample, find_root, require_own_name
+from ssl_bench.data.samples import Layout, Sample, find_root, reject_published_name
 from ssl_bench.data.splits import Split, require_disjoint
 from ssl_bench.errors import DataError
 
@@ -42,13 +42,13 @@ class DepthMaps:
             DataError: The file cannot be read, was saved with a lossy compression, or stores
                 colours.
         """
-        numbers = read_indices(self.files.path(image_id), content="one depth per pixel")
+        numbers = read_integer_image(self.files.path(image_id), content="one depth per pixel")
         metres = numbers * self.metres_per_unit
         if self.max_metres is not None:
             metres[metres > self.max_metres] = 0
         return metres.astype(np.float32)
 
-    def meaning(self) -> Sequence[object]:
+    def fingerprint_key(self) -> Sequence[object]:
         """Return the settings that convert stored numbers to depths.
 
         The fingerprint (hash) of the image set depends on them.
@@ -86,10 +86,10 @@ class DepthImageSet(FileImageSet):
         return (*super().files(index), self.depths.files.path(self.ids[index]))
 
     @cached_property
-    def _identities(self) -> Identities:
-        identities = super()._identities
-        fingerprint = extend_fingerprint(identities.fingerprint, self.depths.meaning())
-        return identities._replace(fingerprint=fingerprint)
+    def _hashes(self) -> ImageSetHashes:
+        hashes = super()._hashes
+        fingerprint = extend_fingerprint(hashes.fingerprint, self.depths.fingerprint_key())
+        return hashes._replace(fingerprint=fingerprint)
 
     def validate(self) -> "DepthImageSet":
         """Check that all files of this set exist, without decoding them, and return the set.
@@ -139,7 +139,7 @@ class DepthFolders(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_own_name(self.name)
+        reject_published_name(self.name)
         require_disjoint(self.train_split, self.val_split)
 
     def train(self) -> DepthImageSet:
@@ -188,8 +188,8 @@ class DepthFolders(Layout):
         root = find_root(
             self.root,
             name=self.name,
-            inside=(),
-            landmarks=[self.image_folder.replace(_SPLIT, name) for name in sorted(names)],
+            subfolders=(),
+            marker_folders=[self.image_folder.replace(_SPLIT, name) for name in sorted(names)],
             tree=tree,
         )
         folder = root / pattern.replace(_SPLIT, Split.parse(split).name)

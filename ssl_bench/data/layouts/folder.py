@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.files.images import IMAGE_SUFFIXES
-from ssl_bench.data.samples import Layout, require_own_name, resolve_folder
+from ssl_bench.data.samples import Layout, reject_published_name, resolve_folder
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import list_files
 from ssl_bench.system.output import say_once
@@ -36,7 +36,7 @@ class ImageFolder(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_own_name(self.name)
+        reject_published_name(self.name)
 
     def discovery(self) -> FileImageSet:
         """Return all images. Discovered objects are not scored, because there are no boxes."""
@@ -65,7 +65,7 @@ class ImageFolder(Layout):
             source=root,
             ids=ids,
             images=Files(root, ""),
-            upright=True,
+            apply_exif_orientation=True,
         )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from ssl_bench.composition.fields import OptionalPath
-from ssl_bench.data.files.images import decode_image, decode_indices, decode_upright
+from ssl_bench.data.files.images import decode_image, decode_integer_image, decode_oriented
 from ssl_bench.data.layouts.indexed import (
     Annotation,
     IndexedDataset,
@@ -108,7 +108,7 @@ class TableItems(Items):
     def read(self, index: int, bits: int | None = None) -> Item:
         row, place, columns = self._table[index], self.describe_item(index), self.columns
         # Masks and boxes refer to the pixels before the EXIF orientation is applied.
-        decode = decode_image if columns.mask or columns.boxes else decode_upright
+        decode = decode_image if columns.mask or columns.boxes else decode_oriented
         image = decode(_read_bytes(row[columns.image], place), place, bits)
         mask = self.read_mask(index) if columns.mask else None
         boxes = None
@@ -131,7 +131,7 @@ class TableItems(Items):
 
     def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
         data = _read_bytes(self._table[index][self.columns.mask], self.describe_item(index))
-        return decode_indices(data, f"the mask of {self.describe_item(index)}")
+        return decode_integer_image(data, f"the mask of {self.describe_item(index)}")
 
     @cached_property
     def labels(self) -> list[int]:
@@ -296,8 +296,8 @@ class HuggingFace(IndexedDataset):
     def list_sequences(self) -> Mapping[str, Items]:
         return self._items
 
-    def select_items(self, role: str) -> SelectedItems | None:
-        if role == "images" or (split := self._splits[role]) is None:
+    def select_items(self, usage: str) -> SelectedItems | None:
+        if usage == "images" or (split := self._splits[usage]) is None:
             return None
         share = Split.parse(split)
         if self._splits["train"] and self._splits["val"]:
@@ -312,10 +312,10 @@ class HuggingFace(IndexedDataset):
             items, split, sorted(int(i) for ids in groups.values() for i in share.cut(ids))
         )
 
-    def missing_role_error(self, role: str) -> DataError:
-        return missing_split_error(role, [*self._tables], Path(str(self.root)))
+    def missing_images_error(self, usage: str) -> DataError:
+        return missing_split_error(usage, [*self._tables], Path(str(self.root)))
 
-    def images_name(self) -> str:
+    def result_name(self) -> str:
         if self.name != "hf":
             return self.name
         folder = expand_path(str(self.root))

@@ -13,13 +13,13 @@ from jaxtyping import Int64, Integer, UInt8
 
 from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_value
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
-from ssl_bench.data.files.images import read_indices, read_mask_colours, read_palette
+from ssl_bench.data.files.images import read_integer_image, read_mask_colours, read_palette
 from ssl_bench.data.samples import (
     IGNORED,
     PUBLISHED_COUNTS,
     Layout,
-    benchmark_name,
     find_root,
+    resolve_dataset_name,
     unsupported_role_error,
 )
 from ssl_bench.data.splits import (
@@ -113,7 +113,7 @@ class PairedFolders(Layout):
             # A missing split does not change the name.
             with suppress(DataError):
                 ids[split] = self._images(self.published_splits.get(split, split)).ids()
-        return benchmark_name(self.name, ids)
+        return resolve_dataset_name(self.name, ids)
 
     def _images(self, split: str) -> Files:
         raise NotImplementedError
@@ -179,7 +179,7 @@ class IndexMasks(Masks):
         path = self.files.path(image_id)
         if palette := read_palette(path):
             self._require_same_order(path, palette)
-        numbers = read_indices(path)
+        numbers = read_integer_image(path)
         self.require_convention(numbers, path)
         return self.labels.apply(numbers, path)
 
@@ -269,8 +269,8 @@ class ColourMasks(Masks):
             )
         return self.labels.apply(numbers, path)
 
-    def meaning(self) -> str:
-        return f"{super().meaning()} {list(self.colours)}"
+    def fingerprint_key(self) -> str:
+        return f"{super().fingerprint_key()} {list(self.colours)}"
 
 
 def _pack_colours(pixels: UInt8[np.ndarray, "height width 3"]) -> Int64[np.ndarray, "height width"]:
@@ -469,8 +469,8 @@ class ImageMaskFolders(PairedFolders):
         return find_root(
             self.root,
             name=self.name,
-            inside=(),
-            landmarks=[self.image_folder.replace(_SPLIT, name) for name in sorted(names)],
+            subfolders=(),
+            marker_folders=[self.image_folder.replace(_SPLIT, name) for name in sorted(names)],
             tree=self._tree(),
         )
 

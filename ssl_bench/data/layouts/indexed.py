@@ -22,7 +22,7 @@ from ssl_bench.data.samples import (
     ImageSet,
     Layout,
     Sample,
-    require_own_name,
+    reject_published_name,
     unsupported_role_error,
 )
 from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
@@ -155,7 +155,7 @@ class IndexedImages:
         indices: Indices of the selected images in `items`.
         class_names: Names of the classes. If it is empty, the images are returned without labels
             and masks.
-        numbers: Class of each number that masks store, or None for images without masks.
+        label_map: Class of each number that masks store, or None for images without masks.
         is_255_unclear: Whether it is unknown if 255 in a mask is the second class or marks ignored
             pixels. Masks that store only 0 and 255 are then errors.
         options: Options for reading the images. Only `bits` (of 16-bit images) has an effect.
@@ -166,7 +166,7 @@ class IndexedImages:
     items: Items
     indices: tuple[int, ...]
     class_names: tuple[str, ...] = ()
-    numbers: LabelMap | None = None
+    label_map: LabelMap | None = None
     is_255_unclear: bool = False
     options: ReadOptions = field(default_factory=ReadOptions)
 
@@ -201,7 +201,7 @@ class IndexedImages:
         item, place = self.items.read(number, self.options.bits), self.items.describe_item(number)
         size = item.image.shape[:2]
         mask = boxes = None
-        if item.mask is not None and self.numbers is not None:
+        if item.mask is not None and self.label_map is not None:
             if item.mask.shape != size:
                 raise DataError(
                     f"the mask of {place} has {item.mask.shape[1]} x {item.mask.shape[0]} pixels, "
@@ -213,7 +213,7 @@ class IndexedImages:
                     "State whether 255 is the second class or marks ignored pixels",
                     hint=("dataset.numbers=[0,255]", "or", "dataset.ignored=[255]"),
                 )
-            mask = self.numbers.apply(item.mask, place)
+            mask = self.label_map.apply(item.mask, place)
         if item.boxes is not None:
             numbers, flat = range(len(item.boxes)), item.allows_flat_boxes
             boxes = validate_boxes(item.boxes, place, numbers, size, allow_flat=flat)
@@ -241,9 +241,9 @@ class IndexedImages:
 
     @cached_property
     def _fingerprint(self) -> str:
-        meaning = sorted(self.numbers.classes.items()) if self.numbers else None
+        classes = sorted(self.label_map.classes.items()) if self.label_map else None
         rows = ([i, digest] for i, digest in zip(self.ids, self.sample_hashes(), strict=True))
-        return self.options.compute_fingerprint([["items", self.class_names, meaning], *rows])
+        return self.options.compute_fingerprint([["items", self.class_names, classes], *rows])
 
     def sample_hashes(self) -> list[str]:
         """Return a hash of each image with its annotations."""
@@ -322,7 +322,7 @@ class IndexedDataset(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_own_name(self.name)
+        reject_published_name(self.name)
         if self.one_object and self.class_names and len(self.class_names) != 2:
             raise ConfigurationError(
                 "dataset.one_object=true expects two class names, background and object, got "
@@ -330,11 +330,11 @@ class IndexedDataset(Layout):
                 hint=("dataset.class_names=[background,object]",),
             )
 
-    def select_items(self, role: str) -> SelectedItems | None:
+    def select_items(self, usage: str) -> SelectedItems | None:
         """Return the images for one use, such as training.
 
         Args:
-            role: The use: "train" (for training), "val" (for scoring) or "images" (without
+            usage: The use: "train" (for training), "val" (for scoring) or "images" (without
                 annotations).
 
         Returns:
@@ -349,11 +349,11 @@ class IndexedDataset(Layout):
         """Return all image sequences of the dataset, by the name of the split, such as "train"."""
         raise NotImplementedError
 
-    def missing_role_error(self, role: str) -> DataError:
+    def missing_images_error(self, usage: str) -> DataError:
         """Return the error for a dataset without images for a use, such as "train" or "val"."""
         raise NotImplementedError
 
-    def images_name(self) -> str:
+    def result_name(self) -> str:
         """Return the name of the dataset in stored results."""
         raise NotImplementedError
 
@@ -365,7 +365,7 @@ class IndexedDataset(Layout):
         scored.
         """
         roles = set[str]()
-        for role, items in self.list_sequences().items():
+        for usage, items in self.list_sequences().items():
             roles.add("images")
             if "label" in items.annotations:
                 roles.add("classification")
@@ -373,7 +373,7 @@ class IndexedDataset(Layout):
                 roles.add("saliency" if self.one_object else "segmentation")
             if "boxes" in items.annotations:
                 roles |= {"discovery", "boxes"}
-            if role == "images" or not items.annotations:
+            if usage == "images" or not items.annotations:
                 roles.add("discovery")
         return frozenset(roles)
 
@@ -391,7 +391,7 @@ class IndexedDataset(Layout):
         Images with boxes are preferred, followed by images without labels and masks. If there are
         neither, the images for the use "images" are returned without labels and masks.
         """
-        parts = [part for role in ("images", "val", "train") if (part := self.select_items(role))]
+        parts = [part for usage in ("images", "val", "train") if (part := self.select_items(usage))]
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]
         without = [part for part in parts if not {"label", "mask"} & part.items.annotations]
         if not (found := [*with_boxes, *without, *filter(None, [self.select_items("images")])]):
@@ -400,15 +400,15 @@ class IndexedDataset(Layout):
 
     def images(self) -> ImageSet:
         """Return images without their annotations."""
-        parts = (self.select_items(role) for role in ("images", "train", "val"))
+        parts = (self.select_items(usage) for usage in ("images", "train", "val"))
         return self._open(next(part for part in parts if part), with_classes=False)
 
-    def _open_annotated(self, role: str) -> ImageSet:
-        part = self.select_items(role)
+    def _open_annotated(self, usage: str) -> ImageSet:
+        part = self.select_items(usage)
         if part is None:
-            raise self.missing_role_error(role)
+            raise self.missing_images_error(usage)
         if not {"label", "mask"} & part.items.annotations:
-            raise unsupported_role_error(self.images_name(), "classification")
+            raise unsupported_role_error(self.result_name(), "classification")
         return self._open(part)
 
     def _open(self, part: SelectedItems, *, with_classes: bool = True) -> IndexedImages:
@@ -417,12 +417,12 @@ class IndexedDataset(Layout):
         annotations = part.items.annotations
         names = self._class_names if with_classes else ()
         images = IndexedImages(
-            name=self.images_name(),
+            name=self.result_name(),
             split=part.split,
             items=part.items,
             indices=tuple(part.indices),
             class_names=names,
-            numbers=self._map_numbers(len(names)) if "mask" in annotations and names else None,
+            label_map=self._map_numbers(len(names)) if "mask" in annotations and names else None,
             is_255_unclear=self.numbers is None and self.ignored is None and len(names) <= 2,
         )
         # Read the first image. If annotations are interpreted wrongly, this usually raises an

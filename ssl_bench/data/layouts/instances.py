@@ -28,11 +28,11 @@ from ssl_bench.data.files.readable import select_images
 from ssl_bench.data.samples import (
     ImageView,
     Layout,
+    RetrievalTarget,
     Sample,
-    Search,
-    benchmark_name,
     find_existing_folder,
     find_root,
+    resolve_dataset_name,
 )
 from ssl_bench.errors import DataError
 
@@ -55,30 +55,31 @@ _COPY_FOLDERS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class SearchImages(ImageView):
+class RetrievalImages(ImageView):
     """An image set for instance retrieval, in which some images are queries.
 
     Attributes:
-        searches: Ground truth for each query, by the image id of the query.
+        retrieval_targets: Ground truth for each query, by the image id of the query.
     """
 
-    searches: Mapping[str, Search] = field(default_factory=dict)
+    retrieval_targets: Mapping[str, RetrievalTarget] = field(default_factory=dict)
 
     def __getitem__(self, index: int) -> Sample:
         sample = self.images[index]
-        return replace(sample, search=self.searches.get(sample.image_id))
+        return replace(sample, retrieval_target=self.retrieval_targets.get(sample.image_id))
 
     @cached_property
     def _fingerprint(self) -> str:
         rows = [
             (query, *map(sorted, (one.matches, one.hard_matches, one.ignored)))
-            for query, one in sorted(self.searches.items())
+            for query, one in sorted(self.retrieval_targets.items())
         ]
-        distinct = {id(one.bystanders): one.bystanders for one in self.searches.values()}
-        bystanders = sorted(frozenset().union(*distinct.values()))
-        return extend_fingerprint(self.images.fingerprint(), *rows, ("bystanders", *bystanders))
+        targets = self.retrieval_targets.values()
+        distinct = {id(one.excluded_ids): one.excluded_ids for one in targets}
+        excluded_ids = sorted(frozenset().union(*distinct.values()))
+        return extend_fingerprint(self.images.fingerprint(), *rows, ("bystanders", *excluded_ids))
 
-    def with_read_options(self, options: ReadOptions) -> "SearchImages":
+    def with_read_options(self, options: ReadOptions) -> "RetrievalImages":
         """Return a copy of this image set that reads its files with the given options."""
         return replace(self, images=with_read_options(self.images, options))
 
@@ -86,7 +87,7 @@ class SearchImages(ImageView):
         """Return the hash of each image's file."""
         return file_hashes(self.images)
 
-    def select(self, name: str, indices: Sequence[int]) -> "SearchImages":
+    def select(self, name: str, indices: Sequence[int]) -> "RetrievalImages":
         """Return a subset of the images, with a new name.
 
         Args:
@@ -112,17 +113,17 @@ class Holidays(Layout):
 
     root: OptionalPath = None
 
-    def val(self) -> SearchImages:
+    def val(self) -> RetrievalImages:
         images = self.images()
         groups: dict[str, set[str]] = {}
         for image_id in images.ids:
             groups.setdefault(image_id[:4], set()).add(image_id)
-        searches = {
-            f"{group}00": Search(matches=frozenset(ids - {f"{group}00"}))
+        targets = {
+            f"{group}00": RetrievalTarget(matches=frozenset(ids - {f"{group}00"}))
             for group, ids in groups.items()
             if f"{group}00" in ids
         }
-        return SearchImages(images, searches)
+        return RetrievalImages(images, targets)
 
     def images(self) -> FileImageSet:
         """Return all images, including the queries.
@@ -137,14 +138,14 @@ class Holidays(Layout):
                 f"{folder} has {join_names(unknown)}.jpg, expected names of six digits such as "
                 "100000.jpg. Remove other files"
             )
-        return _make_image_set(benchmark_name(self.name, {"val": ids}), "all", folder, ids)
+        return _make_image_set(resolve_dataset_name(self.name, {"val": ids}), "all", folder, ids)
 
     def _root(self) -> Path:
         return find_root(
             self.root,
             name=self.name,
-            inside=(self.name,),
-            landmarks=("jpg",),
+            subfolders=(self.name,),
+            marker_folders=("jpg",),
             tree="jpg/100000.jpg",
         )
 
@@ -163,7 +164,7 @@ class Landmarks(Layout):
     root: OptionalPath = None
     name: Literal["roxford5k", "rparis6k"] = "roxford5k"
 
-    def val(self) -> SearchImages:
+    def val(self) -> RetrievalImages:
         """Return the query images, followed by the database images that are searched.
 
         Raises:
@@ -171,14 +172,14 @@ class Landmarks(Layout):
         """
         images, truth = self._open()
         database, queries = truth["imlist"], truth["qimlist"]
-        bystanders = frozenset(queries)
-        searches = {}
+        excluded_ids = frozenset(queries)
+        targets = {}
         for query, found in zip(queries, truth["gnd"], strict=True):
             easy, hard, junk = (
                 frozenset(database[i] for i in found[key]) for key in ("easy", "hard", "junk")
             )
-            searches[query] = Search(easy, hard, ignored=junk, bystanders=bystanders)
-        return SearchImages(images, searches)
+            targets[query] = RetrievalTarget(easy, hard, ignored=junk, excluded_ids=excluded_ids)
+        return RetrievalImages(images, targets)
 
     def images(self) -> FileImageSet:
         return self._open()[0]
@@ -187,14 +188,14 @@ class Landmarks(Layout):
         root = find_root(
             self.root,
             name=self.name,
-            inside=(self.name,),
-            landmarks=("jpg",),
+            subfolders=(self.name,),
+            marker_folders=("jpg",),
             tree=f"jpg/*.jpg and gnd_{self.name}.pkl",
         )
         file = root / f"gnd_{self.name}.pkl"
         truth = read_ground_truth(file)
         ids = [*truth["qimlist"], *truth["imlist"]]
-        name = benchmark_name(self.name, {"val": ids})
+        name = resolve_dataset_name(self.name, {"val": ids})
         return _make_image_set(name, "all", root / "jpg", ids, source=file), truth
 
 
@@ -216,7 +217,7 @@ class Copydays(Layout):
     root: OptionalPath = None
     copies: Literal["strong", "jpegqual", "crops", "all"] = "strong"
 
-    def val(self) -> SearchImages:
+    def val(self) -> RetrievalImages:
         """Return the copies, which are the queries, followed by the original images.
 
         Raises:
@@ -231,36 +232,37 @@ class Copydays(Layout):
         by_group: dict[str, set[str]] = {}
         for image_id in originals:
             by_group.setdefault(PurePath(image_id).name[:4], set()).add(image_id)
-        bystanders = frozenset(copies)
-        searches = {
-            image_id: Search(
-                frozenset(by_group.get(PurePath(image_id).name[:4], ())), bystanders=bystanders
+        excluded_ids = frozenset(copies)
+        targets = {
+            image_id: RetrievalTarget(
+                frozenset(by_group.get(PurePath(image_id).name[:4], ())), excluded_ids=excluded_ids
             )
             for image_id in copies
         }
-        if unknown := [image_id for image_id, one in searches.items() if not one.matches]:
+        if unknown := [image_id for image_id, one in targets.items() if not one.matches]:
             raise DataError(
                 f"{root / 'original'} has no original of {join_names(unknown)}, expected a file "
                 "with the same first four characters. Unpack all archives again"
             )
         counted = {"val": [*copies, *originals]} if self.copies == "strong" else {}
-        name = benchmark_name(self.name, counted)
-        return SearchImages(
-            _make_image_set(name, self.copies, root, [*copies, *originals]), searches
+        name = resolve_dataset_name(self.name, counted)
+        return RetrievalImages(
+            _make_image_set(name, self.copies, root, [*copies, *originals]), targets
         )
 
     def images(self) -> FileImageSet:
         """Return the original images without their copies."""
         root = self._root()
         ids = [f"original/{name}" for name in Files(root / "original", ".jpg").ids()]
-        return _make_image_set(benchmark_name(self.name, {"images": ids}), "original", root, ids)
+        name = resolve_dataset_name(self.name, {"images": ids})
+        return _make_image_set(name, "original", root, ids)
 
     def _root(self) -> Path:
         return find_root(
             self.root,
             name=self.name,
-            inside=(self.name,),
-            landmarks=("original",),
+            subfolders=(self.name,),
+            marker_folders=("original",),
             tree="original/*.jpg, strong/*.jpg, jpegqual/Q/*.jpg and crops/P/*.jpg",
         )
 

@@ -17,7 +17,7 @@ from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap
 from ssl_bench.data.layouts.depth_folders import DepthImageSet, DepthMaps
 from ssl_bench.data.layouts.image_mask_folders import IndexMasks, split_folder
-from ssl_bench.data.samples import IGNORED, Layout, benchmark_name, find_root
+from ssl_bench.data.samples import IGNORED, Layout, find_root, resolve_dataset_name
 from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import DataError
 
@@ -94,8 +94,8 @@ class EigenCrop(DepthMaps):
         cropped[_ROWS, _COLS] = metres[_ROWS, _COLS]
         return cropped
 
-    def meaning(self) -> Sequence[object]:
-        return [*super().meaning(), "Eigen crop"]
+    def fingerprint_key(self) -> Sequence[object]:
+        return [*super().fingerprint_key(), "Eigen crop"]
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Nyu(Layout):
             # A missing split does not change the name.
             with suppress(DataError):
                 ids[key] = self._list_ids(Split.parse(split).name)[1]
-        return benchmark_name(self.name, ids)
+        return resolve_dataset_name(self.name, ids)
 
     def _list_ids(self, split: str) -> tuple[Path, Sequence[str]]:
         """Return the folder or list file of a split, and the image ids that it contains."""
@@ -224,7 +224,7 @@ class Nyu(Layout):
         return find_root(
             self.root,
             name=self.name,
-            inside=("nyu_depth_v2",),
-            landmarks=("official_splits",),
+            subfolders=("nyu_depth_v2",),
+            marker_folders=("official_splits",),
             tree="official_splits/{train,test}/SCENE/rgb_*.jpg with sync_depth_*.png",
         )

@@ -14,7 +14,7 @@ from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet
 from ssl_bench.data.files.fingerprints import FilePart
 from ssl_bench.data.files.images import read_data_file, read_image
-from ssl_bench.data.samples import Layout, Pair, Sample, benchmark_name, find_root
+from ssl_bench.data.samples import Layout, Pair, Sample, find_root, resolve_dataset_name
 from ssl_bench.errors import DataError
 from ssl_bench.system.process import reraise_out_of_memory
 
@@ -124,7 +124,7 @@ class PfWillow(Layout):
             for number, (source, target, category) in enumerate(pairs)
         ]
         found = WillowPairs(
-            name=benchmark_name(self.name, {"val": ids}),
+            name=resolve_dataset_name(self.name, {"val": ids}),
             split="all",
             source=images.folder,
             ids=tuple(ids),
@@ -140,8 +140,8 @@ class PfWillow(Layout):
         folder = find_root(
             self.root,
             name=self.name,
-            inside=("PF-dataset-WILLOW",),
-            landmarks=CATEGORIES,
+            subfolders=("PF-dataset-WILLOW",),
+            marker_folders=CATEGORIES,
             tree="CLASS/*.png and CLASS/*.mat, such as car(G)/Cars_006a.png",
         )
         ids = [
@@ -151,7 +151,7 @@ class PfWillow(Layout):
             for name in Files(folder / category, ".png").ids()
         ]
         return FileImageSet(
-            name=benchmark_name(self.name, {"images": ids}),
+            name=resolve_dataset_name(self.name, {"images": ids}),
             split="all",
             source=folder,
             ids=tuple(ids),

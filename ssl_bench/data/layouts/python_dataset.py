@@ -313,8 +313,8 @@ class PythonDataset(IndexedDataset):
                 for "train" and "val" are of different kinds.
             ConfigurationError: An object is not a sequence.
         """
-        items = {role: self._make_items(role, one) for role, one in sets.items()}
-        kinds = {items[role].annotations for role in ("train", "val") if role in sets}
+        items = {usage: self._make_items(usage, one) for usage, one in sets.items()}
+        kinds = {items[usage].annotations for usage in ("train", "val") if usage in sets}
         if len(kinds) > 1:
             raise DataError("train and val must have the same kind of target, got two kinds")
         title = dataset_title(next(iter(sets.values())))
@@ -323,40 +323,40 @@ class PythonDataset(IndexedDataset):
         object.__setattr__(copy, "_sets", items)
         return copy
 
-    def _make_items(self, role: str, dataset: Any) -> Items:
+    def _make_items(self, usage: str, dataset: Any) -> Items:
         if isinstance(dataset, Mapping):
             raise ConfigurationError(
-                f"{role} expects one split, got {type(dataset).__name__} with "
+                f"{usage} expects one split, got {type(dataset).__name__} with "
                 f"{', '.join(dataset)}. Pass one of its values"
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise ConfigurationError(
-                f"{role} expects a dataset with __len__ and __getitem__, got "
+                f"{usage} expects a dataset with __len__ and __getitem__, got "
                 f"{type(dataset).__name__}. For a DataLoader, pass its attribute dataset"
             )
         if hasattr(dataset, "features") and hasattr(dataset, "cast_column"):
             from ssl_bench.data.layouts.hugging_face import TableItems
 
-            return TableItems(dataset, role, self)
-        return PythonItems(dataset, role, self.box_format)
+            return TableItems(dataset, usage, self)
+        return PythonItems(dataset, usage, self.box_format)
 
     def list_sequences(self) -> Mapping[str, Items]:
         return getattr(self, "_sets", {})
 
-    def select_items(self, role: str) -> SelectedItems | None:
+    def select_items(self, usage: str) -> SelectedItems | None:
         if not self.list_sequences():
             raise DataError(
                 "the dataset python can only be used in Python. Call ssl_bench.probe(encoder, "
                 "task=TASK, train=DATASET, val=DATASET), or pass a folder",
                 hint=("--dataset", "class_folders", "--data-root", "{folder}"),
             )
-        items = self.list_sequences().get(role)
-        return SelectedItems(items, role, range(len(items))) if items else None
+        items = self.list_sequences().get(usage)
+        return SelectedItems(items, usage, range(len(items))) if items else None
 
-    def missing_role_error(self, role: str) -> DataError:
-        return DataError(f"{self.name} has no {role} images. Pass them as {role}=DATASET")
+    def missing_images_error(self, usage: str) -> DataError:
+        return DataError(f"{self.name} has no {usage} images. Pass them as {usage}=DATASET")
 
-    def images_name(self) -> str:
+    def result_name(self) -> str:
         return self.name
 
 

@@ -20,7 +20,7 @@ from ssl_bench.data.files.file_sets import (
 )
 from ssl_bench.data.files.fingerprints import FilePart
 from ssl_bench.data.files.images import read_image
-from ssl_bench.data.samples import Layout, Pair, Sample, benchmark_name, find_root
+from ssl_bench.data.samples import Layout, Pair, Sample, find_root, resolve_dataset_name
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
@@ -143,7 +143,7 @@ class Spair71k(Layout):
         source = root / "Layout/large" / f"{split.name}.txt"
         lines = read_list(source)
         return SpairPairs(
-            name=benchmark_name(self.name, {"val": lines}),
+            name=resolve_dataset_name(self.name, {"val": lines}),
             split=self.val_split,
             source=source,
             ids=split.cut(lines),
@@ -160,7 +160,7 @@ class Spair71k(Layout):
             if file.name[0] != "."
         )
         return FileImageSet(
-            name=benchmark_name(self.name, {"images": ids}),
+            name=resolve_dataset_name(self.name, {"images": ids}),
             split="all",
             source=folder,
             ids=tuple(ids),
@@ -171,8 +171,8 @@ class Spair71k(Layout):
         return find_root(
             self.root,
             name=self.name,
-            inside=("SPair-71k",),
-            landmarks=("PairAnnotation", "JPEGImages"),
+            subfolders=("SPair-71k",),
+            marker_folders=("PairAnnotation", "JPEGImages"),
             tree="JPEGImages/CLASS/*.jpg, PairAnnotation/SPLIT/*.json and Layout/large/SPLIT.txt",
         )
 

@@ -25,9 +25,9 @@ from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.files.fingerprints import file_state
 from ssl_bench.data.files.images import read_image, voc_colours
 from ssl_bench.data.layouts.class_folders import ClassFolders
-from ssl_bench.data.layouts.instances import SearchImages
+from ssl_bench.data.layouts.instances import RetrievalImages
 from ssl_bench.data.layouts.voc import VocFolder
-from ssl_bench.data.samples import ImageSet, Layout, Search
+from ssl_bench.data.samples import ImageSet, Layout, RetrievalTarget
 from ssl_bench.errors import MachineError
 from ssl_bench.system.files import cache_folder, file_sha256, list_files, mark_as_output
 from ssl_bench.system.output import say
@@ -535,12 +535,12 @@ class ToyInstances(GeneratedDataset):
     name = "toy_instances"
     supports = frozenset({"instances", "images"})
 
-    def val(self) -> SearchImages:
-        searches = {}
+    def val(self) -> RetrievalImages:
+        targets = {}
         for scene in range(self.num_val):
             query, *easy, hard = (_view_id(scene, view) for view in range(_NUM_VIEWS))
-            searches[query] = Search(frozenset(easy), frozenset({hard}))
-        return SearchImages(self.images(), searches)
+            targets[query] = RetrievalTarget(frozenset(easy), frozenset({hard}))
+        return RetrievalImages(self.images(), targets)
 
     def images(self) -> FileImageSet:
         """Return all images: the scored whole images and their crops."""

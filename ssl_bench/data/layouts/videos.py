@@ -12,15 +12,15 @@ import numpy as np
 from ssl_bench.composition.fields import Bounds, OptionalPath
 from ssl_bench.data.files.file_sets import Files, FileSet, LabelMap
 from ssl_bench.data.files.fingerprints import FilePart
-from ssl_bench.data.files.images import read_image, read_indices
+from ssl_bench.data.files.images import read_image, read_integer_image
 from ssl_bench.data.samples import (
     IGNORED,
     Frames,
     Layout,
     Sample,
-    benchmark_name,
     find_root,
-    require_own_name,
+    reject_published_name,
+    resolve_dataset_name,
     resolve_folder,
 )
 from ssl_bench.data.splits import Split, read_list
@@ -82,7 +82,7 @@ class VideoSet(FileSet):
         path = self.masks.path(frame_id)
         if not path.is_file():
             return Sample(frame_id, image)
-        mask = self.labels.apply(read_indices(path), path)
+        mask = self.labels.apply(read_integer_image(path), path)
         if mask.shape != image.shape[:2]:
             raise self._size_error(path, mask, image)
         return Sample(frame_id, image, mask)
@@ -179,7 +179,7 @@ class Davis(Layout):
         objects = {255: 1} if self.year == 2016 else {n: n for n in (*range(1, 255), IGNORED)}
         ids = split.cut(listed)
         videos = VideoSet(
-            name=_limited_name(benchmark_name(self.name, {"val": listed}), self.max_frames),
+            name=_limited_name(resolve_dataset_name(self.name, {"val": listed}), self.max_frames),
             split=self.val_split,
             source=source,
             ids=ids,
@@ -201,8 +201,8 @@ class Davis(Layout):
         return find_root(
             self.root,
             name=self.name,
-            inside=("DAVIS",),
-            landmarks=("JPEGImages/480p",),
+            subfolders=("DAVIS",),
+            marker_folders=("JPEGImages/480p",),
             tree=f"JPEGImages/480p/VIDEO/*.jpg, Annotations/480p/VIDEO/*.png and "
             f"ImageSets/{self.year}/val.txt",
         )
@@ -237,7 +237,7 @@ class FrameFolders(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_own_name(self.name)
+        reject_published_name(self.name)
 
     def val(self) -> VideoSet:
         """Return all videos.

@@ -18,7 +18,7 @@ from ssl_bench.data.files.file_sets import (
     Masks,
     validate_boxes,
 )
-from ssl_bench.data.samples import IGNORED, Layout, benchmark_name, find_root
+from ssl_bench.data.samples import IGNORED, Layout, find_root, resolve_dataset_name
 from ssl_bench.data.splits import Split, find_image_ids, read_list, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
@@ -88,7 +88,7 @@ class VocBoxes(Boxes):
         stated_size = (height, width) if height and width else None
         return validate_boxes(corners, path, list(objects), size, stated_size=stated_size)
 
-    def meaning(self, image_id: str) -> str:
+    def fingerprint_key(self, image_id: str) -> str:
         del image_id
         return f"exclude_difficult={self.exclude_difficult}"
 
@@ -267,8 +267,8 @@ class Voc(Layout):
         path = find_root(
             self.root,
             name=self.name,
-            inside=(f"VOCdevkit/{year}", year),
-            landmarks=("JPEGImages",),
+            subfolders=(f"VOCdevkit/{year}", year),
+            marker_folders=("JPEGImages",),
             tree=f"VOCdevkit/{year}/{{JPEGImages,SegmentationClass,Annotations,ImageSets}}",
         )
         if re.fullmatch(r"VOC\d{4}", path.name) and path.name != year:
@@ -277,4 +277,4 @@ class Voc(Layout):
             )
         lists = {split: path / "ImageSets" / file for split, file in _LISTS.items()}
         ids = {split: set(_read_ids(file, path)) for split, file in lists.items() if file.is_file()}
-        return VocFolder(path, benchmark_name(self.name, ids), CLASS_NAMES)
+        return VocFolder(path, resolve_dataset_name(self.name, ids), CLASS_NAMES)

@@ -178,7 +178,7 @@ def _label_images(images: TarImages) -> LabelledImages:
 
 
 def _read_class_numbers(images: TarImages) -> list[int]:
-    numbers: list[int] = images.places[:, -1].tolist()
+    numbers: list[int] = images.members[:, -1].tolist()
     for value, problem in (
         (NO_LABEL, "no member KEY.cls with a class number"),
         (INVALID_LABEL, "a member KEY.cls that is not a class number such as 7"),

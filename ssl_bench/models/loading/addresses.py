@@ -12,10 +12,10 @@ from ssl_bench.composition.choices import entry_points
 from ssl_bench.errors import CheckpointError, join_alternatives
 from ssl_bench.system.files import PACKAGE, expand_path, resolve_links
 
-LAST = "last.safetensors"
+LAST_CHECKPOINT = "last.safetensors"
 RANDOM, COLOURS = "random", "colours"
 """Schemes of the untrained baselines `random:URI` and `colours:PATCH`."""
-DEMO, NAMES = "demo", ("skip", "skipless")
+DEMO, DEMO_NAMES = "demo", ("skip", "skipless")
 """Scheme and names of the demo encoders that come with this suite, with addresses `demo:NAME`."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".onnx")
 FILE_AND_NAME = re.compile(r"(.+\.py):(\w+)", re.DOTALL)
@@ -49,7 +49,7 @@ def resolve_file(uri: str) -> Path:
         return demo_file(uri)
     path = expand_path(uri)
     if path.is_dir():
-        return path / LAST
+        return path / LAST_CHECKPOINT
     run, _, epoch = uri.rpartition("@")
     # If a dot or slash follows the @, the address is the path of a missing file.
     if path.exists() or not run or not re.fullmatch(r"[\w,-]+", epoch):
@@ -80,14 +80,14 @@ def display_name(path: Path) -> str:
     folder precedes it.
     """
     epoch, folder = parse_epoch(path), resolve_links(path).parent.name
-    if path.name == LAST:
+    if path.name == LAST_CHECKPOINT:
         return folder
     if epoch is not None:
         return f"{folder}@{epoch}"
     return f"{folder}/{path.stem}" if path.stem in _USUAL_STEMS else path.stem
 
 
-def expand(patterns: Sequence[str]) -> list[str]:
+def expand_addresses(patterns: Sequence[str]) -> list[str]:
     """Expand file patterns and comma-separated lists to encoder addresses, without duplicates.
 
     Examples are "runs/*" and "runs/a,runs/b".
@@ -136,7 +136,7 @@ def is_baseline(uri: str) -> bool:
     return uri.partition(":")[0] in (RANDOM, COLOURS)
 
 
-def has_random_weights(uri: str) -> bool:
+def has_random_baseline(uri: str) -> bool:
     """Return whether the baseline `random:URI` exists for the encoder at the address `uri`.
 
     The baseline is the same encoder with its initial weights. It does not exist for user modules
@@ -154,7 +154,7 @@ def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
     whose initialisation is known. The second is the raw colours of patches, for each patch size in
     pixels.
     """
-    drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_weights(uri)]
+    drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_baseline(uri)]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
     return list(dict.fromkeys([*uris, *drawn, *colours]))
 
@@ -184,7 +184,7 @@ def _find_matches(pattern: str) -> list[str]:
     matches = [
         str(path)
         for path in paths
-        if (path / LAST).is_file() or (path.is_file() and path.suffix in WEIGHTS)
+        if (path / LAST_CHECKPOINT).is_file() or (path.is_file() and path.suffix in WEIGHTS)
     ]
     if not matches:
         raise CheckpointError(
@@ -208,8 +208,8 @@ def demo_file(uri: str) -> Path:
         CheckpointError: NAME is unknown, or this installation lacks the file.
     """
     name = uri.removeprefix(f"{DEMO}:")
-    if name not in NAMES:
-        ways = [("--checkpoint", f"{DEMO}:{known}") for known in NAMES]
+    if name not in DEMO_NAMES:
+        ways = [("--checkpoint", f"{DEMO}:{known}") for known in DEMO_NAMES]
         raise CheckpointError(f"unknown demo encoder {uri!r}", hint=join_alternatives(*ways))
     path = demo_folder() / f"demo_{name}.safetensors"
     if not path.is_file():

@@ -143,13 +143,13 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
             unknown.append(key)
     inside = ((_remove_wrapper("module", name.removeprefix(root)), own[name]) for name in own)
     weights = _require_unique(inside, path)
-    if first_match(weights, CLIP.marks[0]) is not None:
+    if first_match(weights, CLIP.patterns[0]) is not None:
         weights, projection = rename_tensors(CLIP, weights, path)
         ignored |= projection
         for name, ndim in (("cls_token", 1), ("pos_embed", 2)):
             if name in weights and weights[name].ndim == ndim:
                 weights[name] = weights[name][(None,) * (3 - ndim)]
-    if first_match(weights, SAM.marks[0]) is not None:
+    if first_match(weights, SAM.patterns[0]) is not None:
         weights, _ = rename_tensors(SAM, weights, path)
     if unknown:
         if not encoders:

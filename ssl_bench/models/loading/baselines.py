@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.encoder import (
-    Contents,
     Encoder,
+    WeightsInfo,
     build_encoder,
     encoder_from_model,
     state_dict_sha256,
@@ -35,7 +35,7 @@ def load_random(uri: str) -> Encoder:
         CheckpointError: The initialisation of the encoder is unknown.
     """
     trained = load_encoder(uri.partition(":")[2])
-    colours = (trained.mean, trained.std)
+    normalization = (trained.mean, trained.std)
     if isinstance(trained.module, EncoderModule):
         if isinstance(trained.module, VisionTransformer):
             grid_size = trained.module.grid_size
@@ -50,8 +50,8 @@ def load_random(uri: str) -> Encoder:
             model,
             name=f"{trained.name} (random)",
             uri=uri,
-            colours=colours,
-            colours_from=trained.colours_from,
+            normalization=normalization,
+            normalization_source=trained.normalization_source,
         )
     # timm takes seconds to import.
     from ssl_bench.models.loading.timm_encoder import load_timm
@@ -71,7 +71,11 @@ def load_random(uri: str) -> Encoder:
             hint=("--checkpoint", "timm:{timm_name}"),
         )
     return replace(
-        drawn, uri=uri, mean=trained.mean, std=trained.std, colours_from=trained.colours_from
+        drawn,
+        uri=uri,
+        mean=trained.mean,
+        std=trained.std,
+        normalization_source=trained.normalization_source,
     )
 
 
@@ -137,5 +141,5 @@ def load_colours(uri: str) -> Encoder:
         num_heads=0,
         num_prefix_tokens=1,
         native_size=(side, side),
-        contents=Contents("colours"),
+        weights_info=WeightsInfo("colours"),
     )

@@ -26,13 +26,13 @@ from ssl_bench.errors import CheckpointError, escape_braces
 from ssl_bench.models.config import EncoderConfig, config_from_dict
 from ssl_bench.models.encoder import (
     IMAGENET_NORMALIZATION,
-    Contents,
     Encoder,
     EncoderIdentity,
     Normalization,
+    WeightsInfo,
     describe_config,
     encoder_from_model,
-    require_images,
+    require_image_encoder,
 )
 from ssl_bench.models.loading.addresses import display_name
 from ssl_bench.models.vit import EncoderModule
@@ -95,9 +95,9 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
     header = {"format": _FORMAT, "version": _VERSION, "config": json.dumps(model.config.to_dict())}
     if model.config.kind != _UNNAMED_KIND:
         header["kind"] = model.config.kind
-    if (shape := model.config.shape) is not None:
+    if (block_info := model.config.block_info) is not None:
         # Store the strides, so that `read_identity` does not import timm to compute them.
-        header["strides"] = json.dumps(shape.strides)
+        header["strides"] = json.dumps(block_info.strides)
     content = _serialize(model.state_dict(), {**metadata, **header})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
     sidecar = _sidecar_path(path)
@@ -108,7 +108,7 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
     write_text_atomically(sidecar, line)
 
 
-def load_own_encoder(uri: str, path: Path) -> Encoder:
+def load_suite_encoder(uri: str, path: Path) -> Encoder:
     """Load the encoder in a checkpoint of this suite.
 
     `uri` is the address that the user entered, and `path` is the file to which it refers.
@@ -123,8 +123,8 @@ def load_own_encoder(uri: str, path: Path) -> Encoder:
         uri=uri,
         sha256=digest,
         keys=(keys, keys),
-        colours=_read_normalization(path, metadata),
-        contents=Contents("ssl-bench", file=path, epoch=trained),
+        normalization=_read_normalization(path, metadata),
+        weights_info=WeightsInfo("ssl-bench", file=path, epoch=trained),
     )
 
 
@@ -149,14 +149,14 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
     return model, digest
 
 
-def normalization_metadata(colours: Normalization) -> dict[str, str]:
+def normalization_metadata(normalization: Normalization) -> dict[str, str]:
     """Return the mean and standard deviation of the training images as metadata of a checkpoint.
 
     The result is empty for ImageNet's values, which are the default.
     """
-    if colours == IMAGENET_NORMALIZATION:
+    if normalization == IMAGENET_NORMALIZATION:
         return {}
-    return {"mean": json.dumps(colours[0]), "std": json.dumps(colours[1])}
+    return {"mean": json.dumps(normalization[0]), "std": json.dumps(normalization[1])}
 
 
 def _serialize(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -193,7 +193,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
         strides = None
     if not isinstance(strides, list) or not all(type(n) is int and n > 0 for n in strides):
         raise CheckpointError(f"{path} states strides that are not positive integers: {text[:80]}")
-    require_images(config, uri)
+    require_image_encoder(config, uri)
     stated = read_digests(_sidecar_path(path))
     # The file has two lines while the weights are replaced, and it may list other files.
     is_single = [name for _, name in stated] == [path.name]
@@ -218,7 +218,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
     )
 
 
-def is_own_checkpoint(path: Path) -> bool:
+def is_suite_checkpoint(path: Path) -> bool:
     """Return whether `save_encoder` wrote this safetensors file."""
     return read_metadata(path).get("format") == _FORMAT
 
@@ -262,11 +262,11 @@ def read_metadata(path: Path) -> dict[str, str]:
         ) from error
 
 
-IN_PYTHON = "name a function that loads it in Python (docs/python.md)"
+PYTHON_ADVICE = "name a function that loads it in Python (docs/python.md)"
 PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
-TIMM_NAME = ("--checkpoint", "timm:{timm_name}@{file}")
+TIMM_HINT = ("--checkpoint", "timm:{timm_name}@{file}")
 MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
-"""Hints for the advice `IN_PYTHON`, for naming a timm architecture, and for model folders."""
+"""Hints for the advice `PYTHON_ADVICE`, for naming a timm architecture, and for model folders."""
 
 
 def timm_hint(path: Path, name: str = "{timm_name}") -> tuple[str, str]:
@@ -277,7 +277,7 @@ def timm_hint(path: Path, name: str = "{timm_name}") -> tuple[str, str]:
     return "--checkpoint", f"timm:{name}@{escape_braces(str(path))}"
 
 
-def reject_parts(path: Path) -> None:
+def reject_sharded(path: Path) -> None:
     """Raise CheckpointError if a checkpoint consists of several files.
 
     `path` is the checkpoint, its folder, or one of its files.
@@ -305,7 +305,7 @@ def _check_readable(path: Path) -> None:
 
     Examples of files without the weights are a web page and a Git LFS pointer.
     """
-    reject_parts(path)
+    reject_sharded(path)
     try:
         with open_regular(path) as file:
             substitute = describe_substitute(file.read(256))

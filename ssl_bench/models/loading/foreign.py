@@ -1,7 +1,7 @@
 """Load Vision Transformers from weights files of other projects.
 
-Each tensor of a file is either loaded or ignored. `Encoder.contents.ignored` states why a tensor
-was ignored.
+Each tensor of a file is either loaded or ignored. `Encoder.weights_info.ignored` states why a
+tensor was ignored.
 """
 
 import math
@@ -18,15 +18,15 @@ from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import (
     ASSUMED,
     IMAGENET_NORMALIZATION,
-    Contents,
     Encoder,
     Normalization,
+    WeightsInfo,
     encoder_from_model,
 )
 from ssl_bench.models.loading.backbone import Backbone, find_backbone
 from ssl_bench.models.loading.checkpoint import (
-    IN_PYTHON,
     MODEL_FOLDER,
+    PYTHON_ADVICE,
     PYTHON_FILE,
     advise_model_folder,
     format_shape,
@@ -38,13 +38,13 @@ from ssl_bench.models.loading.checkpoint import (
 )
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
-    Description,
     Layout,
+    ModelSpec,
+    build_load_hint,
     dinov3_architecture,
     find_layout,
     reject_unsupported,
     rename_tensors,
-    ways_to_load,
 )
 from ssl_bench.models.vit import VisionTransformer
 
@@ -60,9 +60,9 @@ def load_foreign(
     *,
     uri: str,
     name: str,
-    description: Description | None = None,
-    colours: Normalization = IMAGENET_NORMALIZATION,
-    colours_from: str = ASSUMED,
+    model_spec: ModelSpec | None = None,
+    normalization: Normalization = IMAGENET_NORMALIZATION,
+    normalization_source: str = ASSUMED,
 ) -> Encoder:
     """Load a ViT from a weights file of another project.
 
@@ -72,10 +72,10 @@ def load_foreign(
         path: The weights file.
         uri: Address of the encoder, such as the path of the file.
         name: Name of the encoder in tables.
-        description: Properties of the encoder from its config.json. None if there is no such file.
+        model_spec: Properties of the encoder from its config.json. None if there is no such file.
             Only files in the transformers library's layout need one.
-        colours: Mean and standard deviation of the training images.
-        colours_from: Text that names the source of `colours`.
+        normalization: Mean and standard deviation of the training images.
+        normalization_source: Text that names the source of `normalization`.
     """
     # A safetensors file is memory-mapped, so its weights are only read when they are copied.
     with require_unchanged(path):
@@ -83,13 +83,13 @@ def load_foreign(
         if path.suffix == ".onnx":
             from ssl_bench.models.loading.onnx_file import read_onnx
 
-            content, description = read_onnx(path)
+            content, model_spec = read_onnx(path)
         else:
             content = read_weights(path)
         backbone = find_backbone(content, path)
         names = list(backbone.weights)
         layout = find_layout(names, backbone.prefixes)
-        if description is None and any(key.startswith("embeddings.") for key in names):
+        if model_spec is None and any(key.startswith("embeddings.") for key in names):
             raise CheckpointError(
                 f"{path} has the layout of the transformers library, which states the number of "
                 "heads in config.json. Save the weights and config.json with "
@@ -105,15 +105,15 @@ def load_foreign(
         weights, dropped = rename_tensors(layout, backbone.weights, path)
         used = len(weights)
         note = backbone.note + _fuse_queries_keys_values(weights, path)
-        config, grid_size, assumed = _infer_config(weights, layout, description, path)
+        config, grid_size, assumed = _infer_config(weights, layout, model_spec, path)
         note += assumed + _fold_layer_scales(weights, config)
         model = VisionTransformer(config, grid_size)
-        load_weights(model, weights, path, hint=ways_to_load(backbone.weights, path))
-    if description is not None:
+        load_weights(model, weights, path, hint=build_load_hint(backbone.weights, path))
+    if model_spec is not None:
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
-                module.eps = description.norm_eps
-        model.position_margin = description.position_margin
+                module.eps = model_spec.norm_eps
+        model.position_margin = model_spec.position_margin
     ignored = {**backbone.ignored, **dropped}
     return encoder_from_model(
         model,
@@ -121,9 +121,9 @@ def load_foreign(
         uri=uri,
         sha256=digest,
         keys=(used, backbone.total),
-        contents=Contents(layout.name, layout.source, ignored, note.strip(" ;"), path),
-        colours=colours,
-        colours_from=colours_from,
+        weights_info=WeightsInfo(layout.name, layout.source, ignored, note.strip(" ;"), path),
+        normalization=normalization,
+        normalization_source=normalization_source,
     )
 
 
@@ -200,7 +200,7 @@ def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
 
 
 def _infer_config(
-    weights: Mapping[str, Tensor], layout: Layout, description: Description | None, path: Path
+    weights: Mapping[str, Tensor], layout: Layout, model_spec: ModelSpec | None, path: Path
 ) -> tuple[ViTConfig, tuple[int, int], str]:
     """Infer the configuration of a ViT from its weights.
 
@@ -208,20 +208,20 @@ def _infer_config(
         The configuration, the rows and columns of the position embedding, and a note for users
         about assumptions, such as the number of heads.
     """
-    _check_required(weights, layout, path, head_dim=_HEAD_DIM if description is None else 1)
+    _check_required(weights, layout, path, head_dim=_HEAD_DIM if model_spec is None else 1)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     dim, patch_size = len(kernel), kernel.shape[-1]
     blocks = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
     registers = weights.get("reg_token")
-    rows, cols, assumed = _grid_size(description, positions.shape[1] - 1, patch_size, path)
-    if description is None:
+    rows, cols, assumed = _grid_size(model_spec, positions.shape[1] - 1, patch_size, path)
+    if model_spec is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
         other = advise_model_folder(path, '"num_heads": N') + ", and type local-dir:FOLDER"
         if not layout.is_read_by_timm:
-            other = f"{IN_PYTHON}, and type FILE.py:NAME"
+            other = f"{PYTHON_ADVICE}, and type FILE.py:NAME"
         assumed += f"{heads} heads of {dim // heads} channels assumed. If this is wrong, {other}; "
     else:
-        heads = description.num_heads
+        heads = model_spec.num_heads
     try:
         config = ViTConfig(
             image_size=rows * patch_size,
@@ -239,19 +239,19 @@ def _infer_config(
 
 
 def _grid_size(
-    description: Description | None, num_patches: int, patch_size: int, path: Path
+    model_spec: ModelSpec | None, num_patches: int, patch_size: int, path: Path
 ) -> tuple[int, int, str]:
     """Return the rows and columns of the position embedding, and a note about assumptions.
 
     Args:
-        description: Properties of the encoder from its config.json, which may state the image size.
+        model_spec: Properties of the encoder from its config.json, which may state the image size.
         num_patches: Number of patches in the position embedding. If the image size is unknown, they
             must form a square.
         patch_size: Side of a patch in pixels.
         path: The weights file, for error messages.
     """
-    if description is not None and description.image_size is not None:
-        height, width = description.image_size
+    if model_spec is not None and model_spec.image_size is not None:
+        height, width = model_spec.image_size
         rows, cols = height // patch_size, width // patch_size
         if rows * cols != num_patches:
             raise CheckpointError(
@@ -263,7 +263,7 @@ def _grid_size(
     side = math.isqrt(num_patches)
     if side**2 != num_patches:
         remedy, hint = "set image_size=[HEIGHT, WIDTH] in its config.json", ()
-        if description is None:
+        if model_spec is None:
             remedy, hint = advise_model_folder(path, '"img_size": [HEIGHT, WIDTH]'), MODEL_FOLDER
         raise CheckpointError(
             f"{path} has pos_embed for {num_patches} patches, which do not form a square, and does "
@@ -281,15 +281,15 @@ def _check_required(
         first = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
             f"{path} is not a Vision Transformer in a known layout: expected {', '.join(missing)}, "
-            f"got {first}. Rename its keys, or {IN_PYTHON}",
-            hint=ways_to_load(weights, path),
+            f"got {first}. Rename its keys, or {PYTHON_ADVICE}",
+            hint=build_load_hint(weights, path),
         )
     _, positions, kernel, linear = (weights[name] for name in _REQUIRED)
     if kernel.ndim == 2:
         raise CheckpointError(
             f"{path} embeds patches with a linear layer ({_REQUIRED[2]} is {format_shape(kernel)}) "
             "and does not state the order of pixels. Reshape it to dim x 3 x rows x columns, or "
-            f"{IN_PYTHON}",
+            f"{PYTHON_ADVICE}",
             hint=PYTHON_FILE,
         )
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):

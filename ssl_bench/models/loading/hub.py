@@ -94,7 +94,7 @@ def _require_weights(file: Path) -> None:
         raise DataError(f"{file} has sha256 {digest}, but its name states {stated[1]}")
 
 
-def hugging_face_file(
+def fetch_hub_file(
     repository: str, names: Sequence[str] = WEIGHTS_FILES, revision: str | None = None
 ) -> Path:
     """Return the path of a repository's file in the Hugging Face cache.

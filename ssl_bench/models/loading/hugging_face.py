@@ -13,15 +13,15 @@ from ssl_bench.errors import CheckpointError, escape_braces
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import ASSUMED, IMAGENET_NORMALIZATION, Encoder, Normalization
 from ssl_bench.models.loading.checkpoint import (
-    IN_PYTHON,
     JSON_ERRORS,
+    PYTHON_ADVICE,
     PYTHON_FILE,
     is_number,
     read_rgb,
 )
 from ssl_bench.models.loading.foreign import load_foreign
-from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
-from ssl_bench.models.loading.layouts import Description
+from ssl_bench.models.loading.hub import WEIGHTS_FILES, fetch_hub_file
+from ssl_bench.models.loading.layouts import ModelSpec
 from ssl_bench.system.files import expand_path, read_regular, resolve_links
 
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
@@ -59,7 +59,7 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
     else:
         repository, _, revision = place.partition("@")
         label = place.rpartition("/")[2]
-        file = partial(hugging_face_file, repository, revision=revision or None)
+        file = partial(fetch_hub_file, repository, revision=revision or None)
     path = file([_CONFIG])
     config = _read(path)
     if "architecture" in config:
@@ -71,13 +71,13 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
     if model_type not in (*_TRANSFORMERS, _DINOV3):
         raise CheckpointError(
             f"{path} has model_type={config.get('model_type')!r}, expected a timm architecture "
-            f"or one of {', '.join((*_TRANSFORMERS, _DINOV3))}. To use it, {IN_PYTHON}, such as "
-            f"transformers.AutoModel.from_pretrained({str(path.parent)!r})",
+            f"or one of {', '.join((*_TRANSFORMERS, _DINOV3))}. To use it, {PYTHON_ADVICE}, such "
+            f"as transformers.AutoModel.from_pretrained({str(path.parent)!r})",
             hint=PYTHON_FILE,
         )
     weights = file(WEIGHTS_FILES)
-    description = None if model_type == _DINOV3 else _read_description(config, path)
-    colours, colours_from = IMAGENET_NORMALIZATION, ASSUMED
+    model_spec = None if model_type == _DINOV3 else _read_model_spec(config, path)
+    normalization, normalization_source = IMAGENET_NORMALIZATION, ASSUMED
     try:
         preprocessor = file([_PREPROCESSOR])
     except CheckpointError as error:
@@ -91,13 +91,13 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
                 hint=("--checkpoint", f"mean=0.5,std=0.5:{escape_braces(uri)}"),
             ) from error
     else:
-        colours = _read_normalization(_read(preprocessor), preprocessor)
-        colours_from = preprocessor.name
-    if description is None:
+        normalization = _read_normalization(_read(preprocessor), preprocessor)
+        normalization_source = preprocessor.name
+    if model_spec is None:
         from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
 
-        encoder = load_dinov3_folder(weights, uri=uri, label=label, colours=colours)
-        encoder = replace(encoder, colours_from=colours_from)
+        encoder = load_dinov3_folder(weights, uri=uri, label=label, normalization=normalization)
+        encoder = replace(encoder, normalization_source=normalization_source)
         is_gated = any(".mlp.fc1_g." in name for name in encoder.module.state_dict())
         built: dict[str, Any] = {
             "layer_norm_eps": encoder.module.get_submodule("norm").eps,
@@ -112,9 +112,9 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
             weights,
             uri=uri,
             name=label,
-            description=description,
-            colours=colours,
-            colours_from=colours_from,
+            model_spec=model_spec,
+            normalization=normalization,
+            normalization_source=normalization_source,
         )
         stated, vit = config, cast(ViTConfig, encoder.module.config)
         built = {"qkv_bias": vit.qkv_bias, "hidden_act": "gelu", "use_swiglu_ffn": False}
@@ -135,7 +135,7 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
         if expected != value and expected != [value, value]:
             raise CheckpointError(
                 f"{path} states {key}={expected!r}, but the encoder in {weights.name} has "
-                f"{value!r}. Download both files again, or {IN_PYTHON}",
+                f"{value!r}. Download both files again, or {PYTHON_ADVICE}",
                 hint=PYTHON_FILE,
             )
     return encoder
@@ -167,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_description(config: Mapping[str, Any], path: Path) -> Description:
+def _read_model_spec(config: Mapping[str, Any], path: Path) -> ModelSpec:
     """Read from config.json what the shapes of tensors do not show, such as the number of heads.
 
     Args:
@@ -192,7 +192,7 @@ def _read_description(config: Mapping[str, Any], path: Path) -> Description:
                 f"{_EXPECTED.get(key, 'a positive integer')}. Save it with "
                 "config.to_json_file(..., use_diff=False)"
             )
-    return Description(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
+    return ModelSpec(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
 
 
 def _read_normalization(preprocessor: Mapping[str, Any], path: Path) -> Normalization:

@@ -14,10 +14,10 @@ from torch import Tensor
 from ssl_bench.errors import CheckpointError, join_alternatives
 from ssl_bench.models.encoder import DINO_NAMES
 from ssl_bench.models.loading.checkpoint import (
-    IN_PYTHON,
     MODEL_FOLDER,
+    PYTHON_ADVICE,
     PYTHON_FILE,
-    TIMM_NAME,
+    TIMM_HINT,
     advise_model_folder,
     timm_hint,
 )
@@ -34,7 +34,7 @@ class Layout:
     Attributes:
         name: Name of the layout in messages and result records.
         source: URL of the code that defines the layout.
-        marks: Patterns that identify the layout. A file has the layout if a pattern matches a
+        patterns: Patterns that identify the layout. A file has the layout if a pattern matches a
             tensor name, or a prefix such as "base_encoder." that was removed from the names.
         renames: Rules that rename tensors, as pairs of a pattern and its replacement. For each
             name, the first rule whose pattern matches is used.
@@ -46,7 +46,7 @@ class Layout:
 
     name: str
     source: str
-    marks: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[int, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelSpec:
     """Properties of an encoder that cannot be inferred from the shapes of its tensors.
 
     Attributes:
@@ -79,14 +79,14 @@ _WIDE_HEADS = {1280: 16, 1408: 16, 1664: 16}
 MOCO_V3 = Layout(
     "MoCo-v3",
     "https://github.com/facebookresearch/moco-v3/blob/1c6b717e/vits.py",
-    marks=(r"base_encoder\.",),
+    patterns=(r"base_encoder\.",),
     # Its ViT-S has 12 heads of 32 channels.
     heads={384: 12, **_WIDE_HEADS},
 )
 DINOV2 = Layout(
     "DINOv2",
     "https://github.com/facebookresearch/dinov2/blob/e1277af2/dinov2/models/vision_transformer.py",
-    marks=(r"register_tokens", rf"{_BLOCK}ls1\.gamma", r"blocks\.\d+\.\d+\.norm1\.weight"),
+    patterns=(r"register_tokens", rf"{_BLOCK}ls1\.gamma", r"blocks\.\d+\.\d+\.norm1\.weight"),
     renames=(
         # If FSDP wrapped the blocks in chunks, the second number is the block's index.
         (r"blocks\.\d+\.(\d+)\.(.*)", r"blocks.\1.\2"),
@@ -98,7 +98,7 @@ DINOV2 = Layout(
 MAE = Layout(
     "MAE",
     "https://github.com/facebookresearch/mae/blob/be47fef7/models_mae.py",
-    marks=(r"decoder_embed\.weight", r"fc_norm\.weight"),
+    patterns=(r"decoder_embed\.weight", r"fc_norm\.weight"),
     # Models with global pooling only have a final norm of the mean patch token, `fc_norm`.
     renames=((r"fc_norm\.(weight|bias)", r"norm.\1"), *_LAYER_SCALES),
     ignored={
@@ -110,7 +110,7 @@ MAE = Layout(
 IBOT = Layout(
     "iBOT",
     "https://github.com/bytedance/ibot/blob/c24f870d/models/vision_transformer.py",
-    marks=(r"masked_embed", rf"{_BLOCK}gamma_1"),
+    patterns=(r"masked_embed", rf"{_BLOCK}gamma_1"),
     renames=_LAYER_SCALES,
     ignored={r"masked_embed": _MASKED},
     heads=_WIDE_HEADS,
@@ -125,7 +125,7 @@ TRANSFORMERS = Layout(
     "transformers",
     "https://github.com/huggingface/transformers/blob/015e6876/src/transformers/models/"
     "{vit,vit_mae,dinov2,dinov2_with_registers}",
-    marks=(r"embeddings\.patch_embeddings\.projection\.weight",),
+    patterns=(r"embeddings\.patch_embeddings\.projection\.weight",),
     renames=(
         (r"embeddings\.cls_token", r"cls_token"),
         (r"embeddings\.position_embeddings", r"pos_embed"),
@@ -147,7 +147,7 @@ _TV_BLOCK = r"encoder\.layers\.encoder_layer_(\d+)\."
 TORCHVISION = Layout(
     "torchvision",
     "https://github.com/pytorch/vision/blob/main/torchvision/models/vision_transformer.py",
-    marks=(r"conv_proj\.weight",),
+    patterns=(r"conv_proj\.weight",),
     renames=(
         (r"class_token", r"cls_token"),
         (r"encoder\.pos_embedding", r"pos_embed"),
@@ -189,7 +189,7 @@ MMPRETRAIN = Layout(
     "mmpretrain",
     "https://github.com/open-mmlab/mmpretrain/blob/00030e3f/mmpretrain/models/backbones/"
     "vision_transformer.py",
-    marks=(rf"{_MM_LAYER}ffn\.layers\.0\.0\.weight",),
+    patterns=(rf"{_MM_LAYER}ffn\.layers\.0\.0\.weight",),
     renames=(
         (r"patch_embed\.projection\.(\w+)", r"patch_embed.proj.\1"),
         (rf"{_MM_LAYER}ln([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
@@ -208,7 +208,7 @@ _CLIP_BLOCK = r"transformer\.resblocks\.(\d+)\."
 CLIP = Layout(
     "CLIP",
     "https://github.com/openai/CLIP/blob/d05afc43/clip/model.py",
-    marks=(r"transformer\.resblocks\.\d+\.attn\.in_proj_weight",),
+    patterns=(r"transformer\.resblocks\.\d+\.attn\.in_proj_weight",),
     renames=(
         (r"class_embedding", r"cls_token"),
         (r"positional_embedding", r"pos_embed"),
@@ -229,7 +229,7 @@ SAM = Layout(
     "SAM",
     "https://github.com/facebookresearch/segment-anything/blob/main/segment_anything/modeling/"
     "image_encoder.py",
-    marks=(r"blocks\.\d+\.mlp\.lin1\.weight",),
+    patterns=(r"blocks\.\d+\.mlp\.lin1\.weight",),
     renames=((rf"{_BLOCK}mlp\.lin([12])\.(\w+)", r"blocks.\1.mlp.fc\2.\3"),),
 )
 """Renames the tensors of SAM's image encoder to timm's names, because timm loads this encoder."""
@@ -237,7 +237,7 @@ SAM = Layout(
 LAYOUTS = (TRANSFORMERS, TORCHVISION, MMPRETRAIN, MOCO_V3, DINOV2, MAE, IBOT, DINO)
 """Layouts that the ViT of this suite can load. `find_layout` tries them in this order.
 
-DINO comes last, because it is the layout of all files without marks. CLIP, SAM and
+DINO comes last, because it is the layout of all files that match no pattern. CLIP, SAM and
 DINOV3_TRANSFORMERS are not listed, because timm loads these encoders.
 """
 
@@ -260,22 +260,22 @@ _UNSUPPORTED_VIT = (
 # timm's names of model sizes, by width.
 _SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
 _USUAL_PATCH = 16
-_BY_NAME = "load the file with timm's name of its architecture"
-_BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r})"
+_TIMM_ADVICE = "load the file with timm's name of its architecture"
+_BLOCKS_ADVICE = PYTHON_ADVICE + ", with Encoder.from_module(model, blocks={!r})"
 # Networks that are not plain ViTs. Each entry consists of a pattern for the names of tensors, a
 # description, and advice.
 _NOT_VIT = (
-    (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_NAME),
+    (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _TIMM_ADVICE),
     (
         r"stages\.\d+\.(?:\d+\.depthwise_conv|blocks\.\d+\.(?:attn\.w_msa|ffn))\..*",
         "stages of mmpretrain",
-        IN_PYTHON,
+        PYTHON_ADVICE,
     ),
-    (r"stages\.\d+\..*|downsample_layers\..*", "stages, such as a ConvNeXt's", _BY_NAME),
-    (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer", _BY_NAME),
-    (r"features\.5\.\d+\..*", "a network of torchvision", _BY_BLOCKS.format("features.5")),
-    (r"features\.\d+\..*", "a network of torchvision", IN_PYTHON),
-    (r".*relative_position_bias_table", "relative positions, such as a BEiT's", _BY_NAME),
+    (r"stages\.\d+\..*|downsample_layers\..*", "stages, such as a ConvNeXt's", _TIMM_ADVICE),
+    (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer", _TIMM_ADVICE),
+    (r"features\.5\.\d+\..*", "a network of torchvision", _BLOCKS_ADVICE.format("features.5")),
+    (r"features\.\d+\..*", "a network of torchvision", PYTHON_ADVICE),
+    (r".*relative_position_bias_table", "relative positions, such as a BEiT's", _TIMM_ADVICE),
 )
 # Pattern for the names of tensors in the blocks of timm models.
 _TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"
@@ -284,8 +284,8 @@ _TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"
 def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
     """Return the layout of a weights file, that is, the naming scheme of its tensors.
 
-    It is the first layout in `LAYOUTS` with a pattern (`Layout.marks`) that matches a tensor name
-    or a prefix. If no layout has such a pattern, it is DINO's layout.
+    It is the first layout in `LAYOUTS` with a pattern (`Layout.patterns`) that matches a tensor
+    name or a prefix. If no layout has such a pattern, it is DINO's layout.
 
     Args:
         names: Names of the tensors, without prefixes.
@@ -295,7 +295,7 @@ def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
     marked = (
         layout
         for layout in LAYOUTS
-        if any(re.fullmatch(mark, name) for mark in layout.marks for name in present)
+        if any(re.fullmatch(pattern, name) for pattern in layout.patterns for name in present)
     )
     return next(marked, DINO)
 
@@ -315,7 +315,7 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             raise CheckpointError(
                 f"{path} contains {network} ({name}), expected a Vision Transformer in one of the "
                 f"layouts that `ssl-bench models` lists. To use it, {remedy}",
-                hint=TIMM_NAME if remedy == _BY_NAME else PYTHON_FILE,
+                hint=TIMM_HINT if remedy == _TIMM_ADVICE else PYTHON_FILE,
             )
     for pattern, feature, architectures in _UNSUPPORTED_VIT:
         if (name := first_match(weights, pattern)) is not None:
@@ -332,13 +332,13 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             known = [timm_hint(path, n) for n in dict.fromkeys(names) if timm.is_model(n)]
             raise CheckpointError(
                 f"{path} has {feature} ({name}), which the ViT of this suite does not support. "
-                f"To use it, {_BY_NAME}. If the arguments differ from timm's, "
+                f"To use it, {_TIMM_ADVICE}. If the arguments differ from timm's, "
                 f"{advise_model_folder(path, '...')}",
-                hint=join_alternatives(*(known or [TIMM_NAME]), MODEL_FOLDER),
+                hint=join_alternatives(*(known or [TIMM_HINT]), MODEL_FOLDER),
             )
 
 
-def ways_to_load(weights: Iterable[str], path: Path) -> tuple[str, ...]:
+def build_load_hint(weights: Iterable[str], path: Path) -> tuple[str, ...]:
     """Return command-line arguments that an error message suggests for a file in an unknown layout.
 
     They load the encoder from a Python file. If the tensors are named as in timm, arguments that

@@ -25,21 +25,21 @@ from ssl_bench.layers import parse_layer_numbers, resolve_layers
 from ssl_bench.models.encoder import ASSUMED, DINO_NAMES, Encoder, EncoderIdentity
 from ssl_bench.models.loading.addresses import (
     FILE_AND_NAME,
-    LAST,
+    LAST_CHECKPOINT,
     add_baselines,
     display_name,
-    expand,
-    has_random_weights,
+    expand_addresses,
+    has_random_baseline,
     is_baseline,
     parse_epoch,
     resolve_file,
 )
 from ssl_bench.models.loading.checkpoint import (
-    is_own_checkpoint,
-    load_own_encoder,
+    is_suite_checkpoint,
+    load_suite_encoder,
     read_identity,
     read_metadata,
-    reject_parts,
+    reject_sharded,
 )
 from ssl_bench.system.device import preserve_process_state
 from ssl_bench.system.output import format_duration, say
@@ -229,7 +229,7 @@ def read_header_identity(uri: str) -> EncoderIdentity | None:
         CheckpointError: The header of the checkpoint cannot be read.
     """
     path = resolve_file(uri)
-    is_stated = path.suffix == ".safetensors" and path.is_file() and is_own_checkpoint(path)
+    is_stated = path.suffix == ".safetensors" and path.is_file() and is_suite_checkpoint(path)
     return read_identity(uri, path) if is_stated else None
 
 
@@ -267,10 +267,10 @@ def _load_normalized(uri: str) -> Encoder:
         encoder = load_hugging_face(match[3], allow_missing_preprocessor=True)
     else:
         encoder = load_encoder(match[3])
-    if not encoder.colours_from.startswith("assumed"):
+    if not encoder.normalization_source.startswith("assumed"):
         raise CheckpointError(
-            f"{encoder.uri} already has a mean and standard deviation ({encoder.colours_from}), so "
-            "the address must not state others",
+            f"{encoder.uri} already has a mean and standard deviation "
+            f"({encoder.normalization_source}), so the address must not state others",
             hint=("--checkpoint", escape_braces(match[3])),
         )
     return replace(
@@ -278,7 +278,7 @@ def _load_normalized(uri: str) -> Encoder:
         uri=uri,
         mean=(mean[0], mean[1], mean[2]),
         std=(std[0], std[1], std[2]),
-        colours_from="the address",
+        normalization_source="the address",
     )
 
 
@@ -288,13 +288,14 @@ def load_path(uri: str) -> Encoder:
     `uri` is a path, a run folder, `RUN@EPOCH` or `demo:NAME`.
     """
     path = resolve_file(uri)
-    if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
+    is_missing = path.name == LAST_CHECKPOINT and not path.is_file()
+    if is_missing and path.with_name("config.json").is_file():
         folder = path.parent
         raise CheckpointError(
             f"{folder} is a folder in the Hugging Face format, expected a run folder",
             hint=("--checkpoint", f"local-dir:{escape_braces(str(folder))}"),
         )
-    reject_parts(path)
+    reject_sharded(path)
     if not path.is_file():
         names: list[str] = []
         with suppress(OSError):
@@ -311,11 +312,11 @@ def load_path(uri: str) -> Encoder:
             f"{path} is a Python file, expected the name of an encoder in it",
             hint=("--checkpoint", f"{escape_braces(str(path))}:{{name}}"),
         )
-    if path.suffix != ".safetensors" or not is_own_checkpoint(path):
+    if path.suffix != ".safetensors" or not is_suite_checkpoint(path):
         from ssl_bench.models.loading.foreign import load_foreign
 
         return load_foreign(path, uri=uri, name=display_name(path))
-    return load_own_encoder(uri, path)
+    return load_suite_encoder(uri, path)
 
 
 def _guess_address(name: str) -> str | None:
@@ -352,10 +353,10 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
         baselines: Whether to add untrained baselines: each encoder with random weights, and raw
             patch colours.
     """
-    uris = expand(checkpoints or [newest_checkpoint(Path("runs"))])
+    uris = expand_addresses(checkpoints or [newest_checkpoint(Path("runs"))])
     if not baselines:
         return uris
-    unknown = [uri for uri in uris if not is_baseline(uri) and not has_random_weights(uri)]
+    unknown = [uri for uri in uris if not is_baseline(uri) and not has_random_baseline(uri)]
     if unknown:
         say(f"no random baseline for {', '.join(unknown)}, because the initialisation is unknown")
     return add_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
@@ -378,7 +379,7 @@ def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]
     if layers != "all":
         parse_layer_numbers(layers, _MAX_DEPTH)
     newest = None if checkpoints else _find_newest(Path("runs"))
-    for uri in expand(checkpoints or ([str(newest)] if newest else [])):
+    for uri in expand_addresses(checkpoints or ([str(newest)] if newest else [])):
         # Other errors are reported when the encoder is loaded.
         with suppress(CheckpointError):
             if (encoder := read_header_identity(uri)) is not None:
@@ -393,14 +394,14 @@ def load_and_log(uri: str) -> Encoder:
     say(
         f"encoder {encoder.name}: {encoder.depth} blocks, sha256 {encoder.sha256[:12]}, "
         f"{loaded if encoder.total_keys else 'not read from a file'}, mean {mean}, std {std} "
-        f"({encoder.colours_from})"
+        f"({encoder.normalization_source})"
     )
-    if encoder.contents.note:
-        say(encoder.contents.note)
-    file = encoder.contents.file
+    if (info := encoder.weights_info).note:
+        say(info.note)
+    file = info.file
     # timm models have the same tensor names as DINO models.
-    may_be_timm = encoder.contents.layout == DINO_NAMES and file and "dino" not in file.name.lower()
-    if encoder.colours_from == ASSUMED and may_be_timm:
+    may_be_timm = info.layout == DINO_NAMES and file and "dino" not in file.name.lower()
+    if encoder.normalization_source == ASSUMED and may_be_timm:
         size, side = _SIZES_IN_TIMM.get((encoder.dim, encoder.depth)), encoder.native_size[0]
         address = f"mean=0.5,std=0.5:{escape_braces(str(file))}"
         if size and encoder.patch_size == _PATCH_IN_TIMM and side in _SIDES_IN_TIMM:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, MachineError
-from ssl_bench.models.loading.checkpoint import TIMM_NAME, list_names
-from ssl_bench.models.loading.layouts import Description
+from ssl_bench.models.loading.checkpoint import TIMM_HINT, list_names
+from ssl_bench.models.loading.layouts import ModelSpec
 from ssl_bench.system.process import reraise_out_of_memory
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -19,7 +19,7 @@ _EMBEDDINGS = "embeddings.patch_embeddings.projection.weight"
 _POSITIONS = "embeddings.position_embeddings"
 
 
-def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
+def read_onnx(path: Path) -> tuple[dict[str, Tensor], ModelSpec]:
     """Return the tensors of an ONNX file by their PyTorch names, and a description of the ViT.
 
     An exported file contains the names of biases and norms, but not the names of linear layers'
@@ -54,7 +54,7 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
 
 def _read_graph(
     graph: Any, to_array: Callable[[Any], np.ndarray], path: Path
-) -> tuple[dict[str, Tensor], Description]:
+) -> tuple[dict[str, Tensor], ModelSpec]:
     constants = {item.name: to_array(item) for item in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
@@ -89,7 +89,7 @@ def _read_graph(
                 "its .safetensors"
             )
         weights[f"{prefix}{_POSITIONS}"] = np.concatenate(whole, axis=1)
-    description = Description(
+    model_spec = ModelSpec(
         num_heads=_num_heads(graph, constants, path),
         norm_eps=_norm_eps(graph, constants, path),
         # The transformers library resizes positions without the margin that DINO adds to the size.
@@ -97,7 +97,7 @@ def _read_graph(
     )
     _require_gelu(graph, path)
     # Copy the arrays, because onnx returns read-only arrays.
-    return {name: torch.from_numpy(array.copy()) for name, array in weights.items()}, description
+    return {name: torch.from_numpy(array.copy()) for name, array in weights.items()}, model_spec
 
 
 def _scope(node: Any) -> str:
@@ -215,5 +215,5 @@ def _require_gelu(graph: Any, path: Path) -> None:
             if node.op_type == "Erf" or (node.op_type == "Gelu" and not is_tanh):
                 return
     raise CheckpointError(
-        f"{path} has an MLP without GELU, but the ViT of this suite needs GELU", hint=TIMM_NAME
+        f"{path} has an MLP without GELU, but the ViT of this suite needs GELU", hint=TIMM_HINT
     )

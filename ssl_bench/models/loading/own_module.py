@@ -22,8 +22,8 @@ from ssl_bench.errors import CheckpointError, UnfitEncoder, broken_file_error
 from ssl_bench.models.encoder import (
     IMAGENET_MEAN,
     IMAGENET_STD,
-    Contents,
     Encoder,
+    WeightsInfo,
     describe_library_model,
     state_dict_sha256,
 )
@@ -63,7 +63,7 @@ def load_python_object(uri: str) -> Encoder:
             f"function that returns one of them, got {type(target).__name__}"
         )
     encoder = Encoder.from_module(target, name=f"{path.stem}.{name}")
-    return replace(encoder, uri=uri, contents=Contents("module", file=path))
+    return replace(encoder, uri=uri, weights_info=WeightsInfo("module", file=path))
 
 
 def _run_file(path: Path, name: str) -> Any:
@@ -143,7 +143,7 @@ def wrap_module(
         )
     kernel = patch_size or _patch_kernel(module)
     norm = _find_norm(parts, norm, blocks, label)
-    own = OwnModule(module, blocks, _MissingNorm() if norm is None else parts[norm])
+    own = UserModule(module, blocks, _MissingNorm() if norm is None else parts[norm])
     with preserve_process_state(), evaluation_mode(own):
         sizes = _likely_sizes(module, image_size, kernel or _USUAL_PATCH)
         size, outputs = _find_accepted_size(own, sizes, label)
@@ -158,9 +158,9 @@ def wrap_module(
             )
         try:
             _trace_blocks(own, (size[0] + patch, size[1] + 2 * patch))
-            any_size = True
+            dynamic_image_size = True
         except Exception:  # A user's module can reject an image size with any exception.
-            any_size = False
+            dynamic_image_size = False
         grid = (size[0] // patch, size[1] // patch)
         widths, num_prefix_tokens, channels_last = _infer_layout(outputs, grid, stride, label)
         shape = outputs[0].shape[1:]
@@ -193,16 +193,16 @@ def wrap_module(
         native_size=size,
         mean=rgb_mean,
         std=rgb_std,
-        colours_from="assumed, ImageNet's" if mean is None else "from_module",
+        normalization_source="assumed, ImageNet's" if mean is None else "from_module",
         num_registers=num_registers,
-        contents=Contents("module", epoch=None if epoch is None else float(epoch)),
+        weights_info=WeightsInfo("module", epoch=None if epoch is None else float(epoch)),
         channels_last=channels_last,
-        any_size=any_size,
+        dynamic_image_size=dynamic_image_size,
         fallback_facets=fallback_facets if has_keys else {**fallback_facets, "key": "token"},
     )
 
 
-class OwnModule(nn.Module):
+class UserModule(nn.Module):
     """A user's module with the attributes `blocks` and `norm` that feature extraction needs.
 
     Args:
@@ -335,7 +335,7 @@ def _likely_sizes(
     return [*stated, (usual, usual), *((side * patch, side * patch) for side in sides)]
 
 
-def _trace_blocks(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:
+def _trace_blocks(own: UserModule, size: tuple[int, int]) -> list[Tensor]:
     """Return the outputs of all blocks for two all-zero images of a size (height, width).
 
     Raises:
@@ -366,7 +366,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _find_accepted_size(
-    own: OwnModule, sizes: Sequence[tuple[int, int]], label: str
+    own: UserModule, sizes: Sequence[tuple[int, int]], label: str
 ) -> tuple[tuple[int, int], list[Tensor]]:
     """Return the first image size that a module accepts, and the outputs of its blocks.
 
@@ -468,7 +468,7 @@ class _FirstBlockReached(Exception):
 
 
 def _require_row_order(
-    own: OwnModule,
+    own: UserModule,
     grid: tuple[int, int],
     patch: int,
     num_prefix_tokens: int,

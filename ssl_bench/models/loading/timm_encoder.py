@@ -1,8 +1,8 @@
 """Load timm models as encoders.
 
-Models must accept RGB images. If the class of a model is not in `KNOWN`, the model must also have
-stages. The outputs of these stages must equal the features of timm's `forward_intermediates`, with
-one feature vector per patch.
+Models must accept RGB images. If the class of a model is not in `SUPPORTED_CLASSES`, the model must
+also have stages. The outputs of these stages must equal the features of timm's
+`forward_intermediates`, with one feature vector per patch.
 
 timm renames the tensors of many libraries. It also silently resizes position embeddings, patch
 kernels and tables of relative positions. The model is therefore built with the patch size and the
@@ -32,18 +32,18 @@ from torch import Tensor, nn
 from ssl_bench.errors import CheckpointError, escape_braces, join_alternatives
 from ssl_bench.models.encoder import (
     ASSUMED,
-    Contents,
     Encoder,
     Normalization,
+    WeightsInfo,
     describe_library_model,
     state_dict_sha256,
 )
 from ssl_bench.models.loading.backbone import Backbone, find_backbone
 from ssl_bench.models.loading.checkpoint import (
-    IN_PYTHON,
     MODEL_FOLDER,
+    PYTHON_ADVICE,
     PYTHON_FILE,
-    TIMM_NAME,
+    TIMM_HINT,
     advise_model_folder,
     format_shape,
     read_rgb,
@@ -52,14 +52,14 @@ from ssl_bench.models.loading.checkpoint import (
     verify_sha256,
 )
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, rename_dinov3
-from ssl_bench.models.loading.hub import download_file, hugging_face_file
+from ssl_bench.models.loading.hub import download_file, fetch_hub_file
 from ssl_bench.models.loading.layouts import dinov3_architecture
 from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
 from ssl_bench.models.timm_model import (
-    KNOWN,
+    SUPPORTED_CLASSES,
     TimmBackbone,
     native_size,
-    shape_of_model,
+    read_block_info,
     token_arrangement,
 )
 from ssl_bench.system.files import expand_path
@@ -91,7 +91,7 @@ def load_timm(uri: str) -> Encoder:
                 hint=("--checkpoint", f"timm:{architecture}@{{file}}"),
             )
         hub = published.hf_hub_id
-        path = hugging_face_file(hub) if hub else download_file(str(published.url))
+        path = fetch_hub_file(hub) if hub else download_file(str(published.url))
         return _from_file(uri, name, path, label=name, config={})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_RANDOM_SEED)
@@ -123,16 +123,18 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
     return _from_file(uri, name, path, label=label, config=config)
 
 
-def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalization) -> Encoder:
+def load_dinov3_folder(
+    path: Path, *, uri: str, label: str, normalization: Normalization
+) -> Encoder:
     """Load a DINOv3 weights file of the transformers library into a timm model.
 
     Args:
         path: The weights file.
         uri: Address of the encoder, such as `local-dir:FOLDER`.
         label: Name of the encoder in tables.
-        colours: Mean and standard deviation of the training images.
+        normalization: Mean and standard deviation of the training images.
     """
-    config = {"pretrained_cfg": {"mean": colours[0], "std": colours[1]}}
+    config = {"pretrained_cfg": {"mean": normalization[0], "std": normalization[1]}}
     return _from_file(uri, None, path, label=label, config=config)
 
 
@@ -160,7 +162,7 @@ def _from_file(
             config = {**config, "model_args": {"depth": depths[0]} if depths else {}}
         if name is None:
             raise CheckpointError(
-                f"{path} is not a DINOv3 of a published size. To use it, {IN_PYTHON}",
+                f"{path} is not a DINOv3 of a published size. To use it, {PYTHON_ADVICE}",
                 hint=PYTHON_FILE,
             )
         if not backbone.weights:
@@ -175,11 +177,11 @@ def _from_file(
         name=label,
         sha256=digest,
         keys=(len(model.state_dict()), backbone.total),
-        contents=Contents("timm", source, backbone.ignored, note, path),
+        weights_info=WeightsInfo("timm", source, backbone.ignored, note, path),
     )
     if {"mean", "std"} <= _mapping(config, "pretrained_cfg", path).keys():
         return encoder
-    return replace(encoder, colours_from=f"{ASSUMED}: timm's {name}")
+    return replace(encoder, normalization_source=f"{ASSUMED}: timm's {name}")
 
 
 def _check_name(name: str) -> None:
@@ -370,8 +372,8 @@ def _create(
         file = path or "its random weights"
         advice = "use timm's name of another architecture, or " if suggest_name else ""
         raise CheckpointError(
-            f"timm:{name} does not fit {file}: {reason}. To load it, {advice}{IN_PYTHON}",
-            hint=join_alternatives(*([TIMM_NAME] if suggest_name else []), PYTHON_FILE),
+            f"timm:{name} does not fit {file}: {reason}. To load it, {advice}{PYTHON_ADVICE}",
+            hint=join_alternatives(*([TIMM_HINT] if suggest_name else []), PYTHON_FILE),
         ) from error
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((convolution.in_channels for convolution in convolutions), 3)
@@ -390,7 +392,7 @@ def timm_encoder(
     name: str,
     sha256: str,
     keys: tuple[int, int] = (0, 0),
-    contents: Contents | None = None,
+    weights_info: WeightsInfo | None = None,
 ) -> Encoder:
     """Freeze a timm model, and return it as an encoder.
 
@@ -403,7 +405,7 @@ def timm_encoder(
         name: Name of the encoder in tables.
         sha256: SHA-256 of the weights.
         keys: Number of loaded tensors, and number of all tensors in the weights file.
-        contents: Further information about the weights file, such as its layout.
+        weights_info: Further information about the weights file, such as its layout.
 
     Raises:
         CheckpointError: The blocks do not return one feature per patch, or patches are not square.
@@ -419,35 +421,35 @@ def timm_encoder(
         if rows != cols:
             raise CheckpointError(
                 f"timm:{architecture} has patches of {rows} x {cols} pixels, expected squares. "
-                f"To use it, {IN_PYTHON}",
+                f"To use it, {PYTHON_ADVICE}",
                 hint=PYTHON_FILE,
             )
     try:
-        traced = None if isinstance(model, KNOWN) else trace_blocks(model)
+        traced_info = None if isinstance(model, SUPPORTED_CLASSES) else trace_blocks(model)
     except UnsupportedBlocks as error:
         raise CheckpointError(
             f"timm:{architecture} is not supported: {error}. Expected blocks or stages that "
-            f"return one feature for each patch. To use it, {IN_PYTHON}",
+            f"return one feature for each patch. To use it, {PYTHON_ADVICE}",
             hint=PYTHON_FILE,
         ) from error
-    module, shape = TimmBackbone(model, traced), traced or shape_of_model(model)
+    module, block_info = TimmBackbone(model, traced_info), traced_info or read_block_info(model)
     _join_queries_keys_values(module.blocks)
     height, width = native_size(model)
-    if traced is not None and traced.any_size:
+    if traced_info is not None and traced_info.dynamic_image_size:
         # Some ConvNets were trained at sizes such as 176, which are not multiples of the stride.
-        coarsest = max(traced.strides)
+        coarsest = max(traced_info.strides)
         height, width = (max(1, round(side / coarsest)) * coarsest for side in (height, width))
     described = describe_library_model(model, "timm", architecture)
     stages: dict[str, Any] = {}
     if not is_plain:
         # The blocks differ in grid or width, return maps, or have no [CLS] token.
-        described |= {"strides": list(shape.strides)}
+        described |= {"strides": list(block_info.strides)}
         stages = {
-            "strides": shape.strides,
-            "widths": shape.widths,
-            "channels_last": shape.channels_last,
-            "any_size": shape.any_size,
-            "arrange": token_arrangement(model),
+            "strides": block_info.strides,
+            "widths": block_info.widths,
+            "channels_last": block_info.channels_last,
+            "dynamic_image_size": block_info.dynamic_image_size,
+            "tokens_to_maps": token_arrangement(model),
         }
     return Encoder(
         module=module.eval().requires_grad_(False),
@@ -455,19 +457,19 @@ def timm_encoder(
         uri=uri,
         sha256=sha256,
         architecture=described,
-        patch_size=shape.strides[0],
-        depth=len(shape.strides),
-        dim=shape.widths[-1],
-        num_heads=shape.num_heads,
-        num_prefix_tokens=shape.num_prefix_tokens,
-        num_registers=shape.num_registers,
+        patch_size=block_info.strides[0],
+        depth=len(block_info.strides),
+        dim=block_info.widths[-1],
+        num_heads=block_info.num_heads,
+        num_prefix_tokens=block_info.num_prefix_tokens,
+        num_registers=block_info.num_registers,
         native_size=(height, width),
         mean=tuple(published["mean"]),
         std=tuple(published["std"]),
-        colours_from=f"timm's {architecture}",
+        normalization_source=f"timm's {architecture}",
         loaded_keys=keys[0],
         total_keys=keys[1],
-        contents=contents or Contents("timm", f"timm {timm.__version__}"),
+        weights_info=weights_info or WeightsInfo("timm", f"timm {timm.__version__}"),
         position_rule=module.position_rule,
         **stages,
     )
@@ -617,7 +619,7 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> Checkp
     return CheckpointError(
         f"timm:{name} does not fit {path}: {differences}{more}, and nothing is resized. Use "
         f"timm's name of the file's architecture, or {advise_model_folder(path, different, name)}",
-        hint=join_alternatives(TIMM_NAME, MODEL_FOLDER),
+        hint=join_alternatives(TIMM_HINT, MODEL_FOLDER),
     )
 
 

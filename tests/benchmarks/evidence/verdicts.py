@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ssl_bench.intervals import Interval, bootstrap_estimate, mean_estimate
-from ssl_bench.models.loading.addresses import DEMO, NAMES
+from ssl_bench.models.loading.addresses import DEMO, DEMO_NAMES
 from ssl_bench.tables.published import load_published_table
 from tests.benchmarks.evidence.rows import ROWS, demo_of, names_of, probes_of, rate_runs, seed_run
 
@@ -225,7 +225,7 @@ class Small:
         return [], "supported" if max(self.sizes(runs).values()) < self.limit else "refuted"
 
     def sizes(self, runs: Runs) -> dict[str, int]:
-        return {f"{DEMO}:{name}": runs[demo_of(name)]["bytes"] for name in NAMES}
+        return {f"{DEMO}:{name}": runs[demo_of(name)]["bytes"] for name in DEMO_NAMES}
 
 
 @dataclass(frozen=True)
