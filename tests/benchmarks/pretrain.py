@@ -142,14 +142,14 @@ def ours(setting: Setting, recipe: OptimizerRecipe, groups: Any) -> tuple[Candid
     trainer = Trainer(learner, recipe, setting.train, TIMELINE, TrainingRanks(device=device))
 
     def take_step(step: int) -> object:
-        return trainer.take_step(step, (crops.finish(part, device) for part in [groups]))
+        return trainer.take_step(step, (crops.augment_on_device(part, device) for part in [groups]))
 
     return Candidate(take_step, [learner], trainer.optimizer, device), trainer
 
 
 def plain(setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]]) -> Candidate:
     dino = PlainDino(setting.learner(), setting.device, fused_attention=setting.fused_attention)
-    finished = setting.objective.crops.finish(groups, torch.device("cpu"))
+    finished = setting.objective.crops.augment_on_device(groups, torch.device("cpu"))
     crops = [view for group in finished for view in group.split(setting.batch)]
     if setting.device.type == "cuda":
         crops = [crop.pin_memory() for crop in crops]
@@ -168,7 +168,7 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
     groups = setting.groups()
     adamw, trainer = ours(setting, AdamW(), groups)
     soap, _ = ours(setting, SOAP_RECIPE, groups)
-    candidates = {PLAIN: plain(setting, groups, trainer.values), ADAMW: adamw, SOAP: soap}
+    candidates = {PLAIN: plain(setting, groups, trainer.scheduled_values), ADAMW: adamw, SOAP: soap}
     if setting.device.type == "cpu":
         low, _ = ours(replace(setting, precision="bfloat16"), AdamW(), groups)
         compiled, _ = ours(replace(setting, compile=True), AdamW(), groups)
@@ -181,7 +181,7 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
 
     def augment() -> None:
         for _ in range(PERIOD):
-            setting.objective.crops.finish(groups, setting.device)
+            setting.objective.crops.augment_on_device(groups, setting.device)
 
     for _ in range(turns):
         for candidate in candidates.values():

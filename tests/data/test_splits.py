@@ -127,7 +127,7 @@ def test_pretraining_with_a_limit_is_another_run(tmp_path):
     root = str(photo_folder(tmp_path / "photos"))
     few, whole = (DataOptions(root=root, limit=limit) for limit in (3, None))
 
-    assert (few.open().ids, len(whole.open())) == (("0.jpg", "1.jpg", "2.jpg"), 4)
+    assert (few.find_images().ids, len(whole.find_images())) == (("0.jpg", "1.jpg", "2.jpg"), 4)
     assert "data.limit: 3 -> None" in find_differences(
         {"data": describe(few)}, {"data": describe(whole)}
     )

@@ -310,7 +310,7 @@ def test_written_files_are_recognised_in_any_folder(workdir):
     named = ImageMaskFolders(pairs, class_names=[str(n) for n in range(9)])
     assert len(ClassFolders(classes).train()) == 6
     assert named.train().ids == ("city/a",)
-    assert len(DataOptions(str(classes)).open()) == 12
+    assert len(DataOptions(str(classes)).find_images()) == 12
 
 
 def test_all_tasks_of_a_command_use_the_same_images(workdir, monkeypatch):
@@ -365,7 +365,7 @@ def test_classes_below_the_root_are_split_80_to_20(workdir, capsys):
 
 def test_pretraining_uses_all_classes_below_the_root(workdir, capsys):
     root = flat_class_folders(workdir / "data")
-    assert len(DataOptions(str(root), labels=True).open()) == 10
+    assert len(DataOptions(str(root), labels=True).find_images()) == 10
     # The monitor would score images of the same folder.
     scored = supervised(root, "run", "monitor.accuracy_epochs=1")
     assert "2 of 2 scored images" in expect_error(capsys, scored, 3)

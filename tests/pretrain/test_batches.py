@@ -146,7 +146,7 @@ def test_first_repeats_have_the_usual_crops_and_others_new_ones():
 def test_joined_chunks_equal_the_micro_batch(crops, chunks):
     whole = make_batches(ALBUM, 10, crops, repeats=3, num_micro_batches=2)
     # A resumed run starts with a later micro-batch.
-    joined = crops.join(load_chunks(whole, WorkerPlan(num_chunks=chunks), range(1, 2), CPU), CPU)
+    joined = crops.collate(load_chunks(whole, WorkerPlan(num_chunks=chunks), range(1, 2), CPU), CPU)
     assert are_equal(joined, whole[1])
 
 

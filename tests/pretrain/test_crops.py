@@ -36,7 +36,7 @@ from pretrain.crops.augmentation import (
     augment,
 )
 from pretrain.crops.multi import MultiCrop
-from pretrain.crops.plain import BOX_NUMBERS, PlainCrop, crop, place_boxes
+from pretrain.crops.plain import NUM_RANDOMS_PER_BOX, PlainCrop, crop, place_boxes
 from pretrain.crops.single import (
     OPERATIONS,
     Mixture,
@@ -109,7 +109,7 @@ def test_augmentation_of_a_batch_equals_torchvision(device):
 
 
 def test_colours_computed_for_all_or_only_changed_views_are_equal(monkeypatch):
-    monkeypatch.setattr(augmentation, "_compiled_jitter", lambda: augmentation.jitter_all)
+    monkeypatch.setattr(augmentation, "_compiled_jitter", lambda: augmentation.apply_one_jitter)
     pixels = picture(24, 20).repeat(60, 1, 1, 1)
     params = draw_params(MultiCrop(hue=0.5, grey_probability=0.4), images=6)
     ours = augmentation._change_colours_on_gpu(pixels, params)
@@ -179,7 +179,7 @@ def test_a_value_at_the_threshold_is_solarized():
 
 
 def draw_boxes(size, scales, aspect_ratio):
-    numbers = np.random.default_rng(0).random((len(scales), 1, BOX_NUMBERS))
+    numbers = np.random.default_rng(0).random((len(scales), 1, NUM_RANDOMS_PER_BOX))
     return place_boxes(numbers, np.array([size]), scales, aspect_ratio)[:, 0]
 
 
@@ -254,7 +254,7 @@ def test_colour_jitter_equals_torchvision_in_every_order():
     crops = replace(PLAIN, color_jitter=0.4)
     part = cut(crops, samples(6))
     part = replace(part, order=torch.tensor(orders), factors=torch.tensor([factors] * 6))
-    images, _, _ = crops.finish(part, CPU)
+    images, _, _ = crops.augment_on_device(part, CPU)
     for image, pixels, order in zip(images, part.pixels, orders, strict=True):
         expected = pixels.float() / 255
         for kind in order:
@@ -275,7 +275,7 @@ def test_colour_jitter_has_uniform_strengths_and_orders():
 def test_cutout_hides_only_its_square():
     cutout, some = replace(PLAIN, cutout=3), samples(2)
     part = replace(cut(cutout, some), cutout=torch.tensor([[0, 3, 1, 4], [10, 13, -1, 2]]))
-    before, after = (crops.finish(part, CPU)[0] for crops in (PLAIN, cutout))
+    before, after = (crops.augment_on_device(part, CPU)[0] for crops in (PLAIN, cutout))
     hidden = torch.zeros(2, 12, 12, dtype=torch.bool)
     hidden[0, 0:3, 1:4] = hidden[1, 10:, :2] = True
     assert torch.equal((after == 0).all(1), hidden)
@@ -287,11 +287,13 @@ def test_cutout_hides_only_its_square():
 def test_images_are_normalised_then_erased_then_mixed():
     part = cut(replace(PLAIN, erasing_probability=1.0, mixup=1.0), samples(4))
     assert (part.erased[:, 1] > 0).all()
-    assert part.mixture.own_share < 1
-    images, _, own_share = PLAIN.finish(part, CPU)
-    alone, _, _ = PLAIN.finish(replace(part, erased=0 * part.erased, mixture=Mixture()), CPU)
+    assert part.mixture.lam < 1
+    images, _, lam = PLAIN.augment_on_device(part, CPU)
+    alone, _, _ = PLAIN.augment_on_device(
+        replace(part, erased=0 * part.erased, mixture=Mixture()), CPU
+    )
     assert torch.equal(images, mix(erase(alone, part.erased, part.noise_seed), part.mixture))
-    assert own_share.item() == pytest.approx(part.mixture.own_share)
+    assert lam.item() == pytest.approx(part.mixture.lam)
 
 
 def posterize(image, bits):
@@ -314,7 +316,7 @@ def test_images_of_the_whole_recipe_are_distributed_as_in_timm(monkeypatch):
     np.random.seed(0)
     theirs = torch.stack([transform(whole) for _ in range(count)])
     crops, some = SingleCrop(erasing_probability=0.25), [Sample("", np.array(whole), label=0)]
-    ours, _, _ = crops.finish(cut(crops, some * count, size=24), CPU)
+    ours, _, _ = crops.augment_on_device(cut(crops, some * count, size=24), CPU)
 
     for measure in (torch.mean, torch.std, torch.amax, torch.amin):
         assert alike(*(measure(images, dim=(1, 2, 3)) for images in (ours, theirs)))
@@ -382,7 +384,7 @@ def test_erasing_fills_only_its_rectangle_with_standard_normal_noise():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mixture", [Mixture(), Mixture(0.3), Mixture(1 - 12 / 64, (1, 5, 0, 3))])
 def test_mixed_images_and_their_loss_equal_timm(mixture, smoothing, monkeypatch):
-    params = (mixture.own_share if mixture.box is None else 0.5, mixture.box is not None)
+    params = (mixture.lam if mixture.box is None else 0.5, mixture.box is not None)
     monkeypatch.setattr(Mixup, "_params_per_batch", lambda _: params)
     monkeypatch.setattr(timm.data.mixup, "rand_bbox", lambda *_, **__: mixture.box)
     labels = torch.tensor([0, 2, 1, 1])
@@ -394,16 +396,16 @@ def test_mixed_images_and_their_loss_equal_timm(mixture, smoothing, monkeypatch)
     learner = Supervised(label_smoothing=smoothing).build(
         TINY, Timeline(10, 5), seed=1, class_names=("a", "b", "c")
     )
-    views = (mixed, labels, torch.tensor(mixture.own_share))
+    views = (mixed, labels, torch.tensor(mixture.lam))
     loss, _ = learner.loss(lambda shown: shown.flatten(1)[:, :3], views, 0)
 
     torch.testing.assert_close(mixed, images)
     torch.testing.assert_close(loss, SoftTargetCrossEntropy()(logits, targets))
 
 
-def own_shares(mixtures: list[Mixture], *, in_box: bool) -> list[float]:
+def lams(mixtures: list[Mixture], *, in_box: bool) -> list[float]:
     mixed = [one for one in mixtures if one != Mixture()]
-    return [one.own_share for one in mixed if (one.box is not None) == in_box]
+    return [one.lam for one in mixed if (one.box is not None) == in_box]
 
 
 @pytest.mark.parametrize(
@@ -424,7 +426,7 @@ def test_mixtures_are_distributed_as_in_timm(crops):
 
     counts = ([mixtures.count(Mixture())] for mixtures in (ours, theirs))
     for in_box in (True, False):
-        one, other = (own_shares(mixtures, in_box=in_box) for mixtures in (ours, theirs))
+        one, other = (lams(mixtures, in_box=in_box) for mixtures in (ours, theirs))
         assert not one or alike(one, other)
         counts = [[*c, len(o)] for c, o in zip(counts, (one, other), strict=True)]
     assert as_frequent(*counts)
@@ -432,7 +434,7 @@ def test_mixtures_are_distributed_as_in_timm(crops):
         if mixture.box:
             top, bottom, left, right = mixture.box
             rest = 1 - (bottom - top) * (right - left) / size**2
-            assert mixture.own_share == pytest.approx(rest)
+            assert mixture.lam == pytest.approx(rest)
     # Boxes inside the image are squares whose sides may be odd.
     boxes = np.array([m.box for m in ours if m.box]).reshape(-1, 4)
     inside = boxes[(boxes > 0).all(1) & (boxes < size).all(1)]
@@ -443,12 +445,12 @@ def test_mixtures_are_distributed_as_in_timm(crops):
 
 
 def mixture_of_timm(mixup, size):
-    own_share, in_box = mixup._params_per_batch()
+    lam, in_box = mixup._params_per_batch()
     if not in_box:
-        return Mixture(float(own_share))
-    edges, own_share = cutmix_bbox_and_lam((3, size, size), own_share)
+        return Mixture(float(lam))
+    edges, lam = cutmix_bbox_and_lam((3, size, size), lam)
     top, bottom, left, right = map(int, edges)
-    return Mixture(float(own_share), (top, bottom, left, right))
+    return Mixture(float(lam), (top, bottom, left, right))
 
 
 OPTIONS = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
@@ -571,7 +573,7 @@ def test_black_and_white_are_normalised_as_computed_by_hand(crops):
     colours = DataOptions(mean=[0.0, 0.5, 0.1307], std=[1.0, 0.5, 0.3081]).normalization
     # The box is the whole image, so nothing is resized.
     groups = crops.cut([Sample("0", image, label=0)], [np.random.default_rng(0)], [8])
-    views = crops.finish(groups, CPU, colours)[0][0]
+    views = crops.augment_on_device(groups, CPU, colours)[0][0]
     # The last channel has the usual values of MNIST: -0.1307 / 0.3081 and 0.8693 / 0.3081.
     assert views.amin((1, 2)).tolist() == pytest.approx([0.0, -1.0, -0.42421], abs=1e-5)
     assert views.amax((1, 2)).tolist() == pytest.approx([1.0, 1.0, 2.82149], abs=1e-5)

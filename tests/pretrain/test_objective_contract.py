@@ -129,7 +129,7 @@ def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -
         crops.cut(samples[start:end], generators[start:end], sizes)
         for start, end in pairwise(edges)
     ]
-    return list(crops.finish(crops.join(chunks, CPU) if cuts else chunks[0], CPU))
+    return list(crops.augment_on_device(crops.collate(chunks, CPU) if cuts else chunks[0], CPU))
 
 
 def step_of(learner: Learner, views: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,7 +183,7 @@ def test_a_learner_contains_its_encoders_and_has_finite_schedules(name):
     for name, value in weights[0].items():
         assert all(torch.equal(value, other[name]) for other in weights)
     for step in range(TIMELINE.total_steps):
-        assert all(map(math.isfinite, learner.values(step).values()))
+        assert all(map(math.isfinite, learner.scheduled_values(step).values()))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -46,8 +46,8 @@ def run(root: Path, out: str, *more: str) -> int:
 
 @pytest.mark.parametrize(("count", "batch"), [(1, 1), (7, 1), (8, 2), (255, 32), (256, 64)])
 def test_the_default_batch_allows_four_steps_per_epoch(count, batch):
-    assert TrainOptions().resolve_batch_size(count).batch == batch
-    assert TrainOptions(batch_size=7).resolve_batch_size(count).batch == 7
+    assert TrainOptions().resolve_batch_size(count).resolved_batch_size == batch
+    assert TrainOptions(batch_size=7).resolve_batch_size(count).resolved_batch_size == 7
 
 
 def test_a_run_uses_and_prints_its_batch_size(workdir, capsys):
@@ -337,9 +337,9 @@ def test_memory_is_tested_with_two_steps_of_two_micro_batches(
     monkeypatch.setattr(DinoLearner, "loss", loss)
     if fits is None:
         with pytest.raises(ValueError, match="broken"):
-            trainer.fits(5, lambda: views)
+            trainer.fits_in_memory(5, lambda: views)
     else:
-        assert trainer.fits(5, lambda: views) == fits
+        assert trainer.fits_in_memory(5, lambda: views) == fits
     assert calls == [5] * (4 if fits else 3)
     # The moments of the earlier step were forgotten.
     assert {int(one["step"]) for one in trainer.optimizer.state.values()} == {2 if fits else 1}

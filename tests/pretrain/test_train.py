@@ -23,7 +23,7 @@ from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import Soap
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.schedules import Cosine
+from pretrain.schedules import CosineSchedule
 from pretrain.step import Trainer, use_deterministic_operations
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
@@ -45,15 +45,15 @@ def root(tmp_path_factory) -> Path:
 
 def call_before_step(monkeypatch, number, action):
     """Make a run call `action` just before step `number`, where the first step has the number 1."""
-    finish, calls = MultiCrop.finish, []
+    augment_on_device, calls = MultiCrop.augment_on_device, []
 
-    def finish_and_count(self, *arguments):
+    def augment_and_count(self, *arguments):
         calls.append(1)
         if len(calls) == number:
             action()
-        return finish(self, *arguments)
+        return augment_on_device(self, *arguments)
 
-    monkeypatch.setattr(MultiCrop, "finish", finish_and_count)
+    monkeypatch.setattr(MultiCrop, "augment_on_device", augment_and_count)
 
 
 def test_a_run_saves_its_teacher_and_logs_each_step(root, tmp_path, capsys, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_run_saves_its_teacher_and_logs_each_step(root, tmp_path, capsys, monk
     assert [row["epoch"] for row in rows] == [0] * 6 + [1] * 2
     assert list(rows[0])[:3] == ["step", "epoch", "loss"]
     assert {"momentum", "teacher_entropy", "images_per_second"} <= set(rows[0])
-    lr = Cosine(0.05 * 2 / 256, 1e-6, num_steps=8, warmup_steps=1)
+    lr = CosineSchedule(0.05 * 2 / 256, 1e-6, num_steps=8, warmup_steps=1)
     assert [row["lr"] for row in rows] == pytest.approx([lr(step) for step in range(8)])
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"]["seed"] == 3
     # The log contains the rates that the optimizer uses. Biases are not decayed.
@@ -319,7 +319,7 @@ def test_invalid_options_are_refused_by_key(kind, options, key):
 
 def test_labels_need_a_root_folder():
     with pytest.raises(ConfigurationError) as caught:
-        DataOptions(labels=True).open()
+        DataOptions(labels=True).find_images()
     assert caught.value.hint == ("data.root={folder}",)
 
 

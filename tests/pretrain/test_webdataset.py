@@ -106,7 +106,7 @@ def test_damaged_images_in_tar_files_stop_runs_or_are_omitted(root, tmp_path):
 
 
 def test_the_number_of_images_can_be_limited(root):
-    images = DataOptions(root=str(root / "shards"), limit=5, labels=True).open()
+    images = DataOptions(root=str(root / "shards"), limit=5, labels=True).find_images()
     assert (len(images), images.name) == (5, "webdataset-limit5")
     assert {images[index].label for index in range(5)} == {0, 1}
 

@@ -43,13 +43,13 @@ def wait_until(is_true, seconds=10.0) -> None:
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
     """Return a list that gets an item in each training step."""
-    finish, steps = MultiCrop.finish, []
+    augment_on_device, steps = MultiCrop.augment_on_device, []
 
-    def finish_and_count(self, *arguments):
+    def augment_and_count(self, *arguments):
         steps.append(1)
-        return finish(self, *arguments)
+        return augment_on_device(self, *arguments)
 
-    monkeypatch.setattr(MultiCrop, "finish", finish_and_count)
+    monkeypatch.setattr(MultiCrop, "augment_on_device", augment_and_count)
     return steps
 
 

@@ -58,15 +58,15 @@ def end_after_parts(
         number: Number of the micro-batch, counted from 1 over all steps.
         sent: The signal.
     """
-    finish, calls = crops.finish, []
+    augment_on_device, calls = crops.augment_on_device, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == number:
             os.kill(os.getpid(), sent)
-        return finish(self, *arguments)
+        return augment_on_device(self, *arguments)
 
-    monkeypatch.setattr(crops, "finish", interrupted)
+    monkeypatch.setattr(crops, "augment_on_device", interrupted)
 
 
 def assert_goes_on_to_the_bit(

@@ -180,7 +180,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     group = "_group_tensors_by_device_and_dtype"
     yield torch._C, group, patched_grouping(getattr(torch._C, group))
     yield torch.nn.Module, "compile", lambda *_, **__: None
-    yield augmentation, "_compiled_jitter", lambda: augmentation.jitter_all
+    yield augmentation, "_compiled_jitter", lambda: augmentation.apply_one_jitter
     # Without Triton, pixel losses use the same operators as on a CPU.
     yield losses, "find_spec", lambda _: None
     yield threading.Thread, "run", patched_run(threading.Thread.run)
