@@ -28,7 +28,7 @@ from ssl_bench.data.splits import (
     shared_values,
 )
 from ssl_bench.errors import ConfigurationError
-from tests.support.faults import class_folders, photo_folder, probing, records, voc
+from tests.support.faults import class_folders, make_probe_args, photo_folder, records, voc
 
 IDS = [f"{number:02d}" for number in range(10)]
 
@@ -112,7 +112,7 @@ def test_first_images_are_the_leading_ones_under_their_own_name(tmp_path):
 
 
 def test_results_of_limited_images_have_their_own_name(workdir, capsys):
-    words = probing("pca", "folder", workdir / "photos")
+    words = make_probe_args("pca", "folder", workdir / "photos")
 
     assert main(words) == main([*words, "--limit", "2"]) == main([*words, "data.first=2"]) == 0
     capsys.readouterr()

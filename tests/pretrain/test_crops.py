@@ -54,7 +54,11 @@ from pretrain.schedules import Timeline
 from ssl_bench.data.samples import Sample
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD
 from tests.pretrain.plans import CPU, TINY
-from tests.support.draws import alike, as_frequent, follows
+from tests.support.distributions import (
+    has_distribution,
+    have_same_distribution,
+    have_same_frequencies,
+)
 from tests.support.faults import unchecked_types
 
 ADJUST = {
@@ -140,16 +144,16 @@ def test_augmentations_have_the_official_probabilities_and_ranges():
     assert solarized == pytest.approx([0, 0.2, *[0] * 8], abs=0.04)
     assert blurred == pytest.approx([1, 0.1, *[0.5] * 8], abs=0.05)
     sigma = params.blur_sigma[params.blur_sigma > 0]
-    assert follows((sigma.numpy() - 0.1) / 1.9, uniform.cdf)
+    assert has_distribution((sigma.numpy() - 0.1) / 1.9, uniform.cdf)
     # Strengths are uniform, and all 24 orders are equally likely.
     lowest, width = np.array([0.6, 0.6, 0.8, -0.1]), np.array([0.8, 0.8, 0.4, 0.2])
     for shares in ((params.factors.numpy() - lowest) / width).T:
-        assert follows(shares, uniform.cdf)
+        assert has_distribution(shares, uniform.cdf)
     # Factors are never negative.
     jitter: Any = ColorJitter(saturation=1.5)
     least, largest = jitter.saturation
     factors = draw_params(MultiCrop(saturation=1.5), images=150).factors[:, SATURATION]
-    assert follows((factors.numpy() - least) / (largest - least), uniform.cdf)
+    assert has_distribution((factors.numpy() - least) / (largest - least), uniform.cdf)
     counts = params.order.unique(dim=0, return_counts=True)[1] / len(params.order)
     assert len(counts) == 24
     assert (counts - 1 / 24).abs().max() < 0.008
@@ -214,7 +218,7 @@ def test_corners_are_distributed_as_in_torchvision():
         assert (boxes[:, 2:] == 3).all()
         counts.append(np.bincount(6 * boxes[:, 0] + boxes[:, 1], minlength=24))
     assert (counts[0] > 0).all()
-    assert as_frequent(*counts)
+    assert have_same_frequencies(*counts)
 
 
 @pytest.mark.parametrize(("size", "box"), [((10, 90), (0, 38, 10, 13)), ((90, 9), (39, 0, 12, 9))])
@@ -268,7 +272,7 @@ def test_colour_jitter_has_uniform_strengths_and_orders():
     counts = torch.unique(part.order, dim=0, return_counts=True)[1]
     assert counts.tolist() == pytest.approx([200] * 6, abs=5 * 13)  # The standard deviation is 13.
     for kind in (BRIGHTNESS, CONTRAST, SATURATION):
-        assert follows((part.factors[:, kind].numpy() - 0.6) / 0.8, uniform.cdf)
+        assert has_distribution((part.factors[:, kind].numpy() - 0.6) / 0.8, uniform.cdf)
     assert cut(replace(PLAIN, color_jitter=1.5), samples(9)).factors.min() >= 0
 
 
@@ -319,9 +323,13 @@ def test_images_of_the_whole_recipe_are_distributed_as_in_timm(monkeypatch):
     ours, _, _ = crops.augment_on_device(cut(crops, some * count, size=24), CPU)
 
     for measure in (torch.mean, torch.std, torch.amax, torch.amin):
-        assert alike(*(measure(images, dim=(1, 2, 3)) for images in (ours, theirs)))
-    assert alike(*(images.diff(dim=3).abs().mean((1, 2, 3)) for images in (ours, theirs)))
-    assert alike(*(images[:, 1, 0, 0] for images in (ours, theirs)))
+        assert have_same_distribution(
+            *(measure(images, dim=(1, 2, 3)) for images in (ours, theirs))
+        )
+    assert have_same_distribution(
+        *(images.diff(dim=3).abs().mean((1, 2, 3)) for images in (ours, theirs))
+    )
+    assert have_same_distribution(*(images[:, 1, 0, 0] for images in (ours, theirs)))
 
 
 def test_the_centers_of_squares_are_uniform_over_the_image():
@@ -343,9 +351,9 @@ def test_erased_rectangles_are_distributed_as_in_timm(monkeypatch):
     random.seed(0)
     theirs = np.array([edges_of_timm(RandomErasing(0.5, mode="pixel"), size) for _ in range(DRAWS)])
     erased = [edges[edges[:, 1] > 0] for edges in (ours, theirs)]
-    assert as_frequent(*([len(some), DRAWS - len(some)] for some in erased))
+    assert have_same_frequencies(*([len(some), DRAWS - len(some)] for some in erased))
     for one, other in zip(*map(measure_rectangles, erased, [size] * 2), strict=True):
-        assert alike(one, other)
+        assert have_same_distribution(one, other)
 
 
 def measure_rectangles(edges, size):
@@ -378,7 +386,7 @@ def test_erasing_fills_only_its_rectangle_with_standard_normal_noise():
     assert torch.equal(taken, expected)
     noise = erased[taken]
     assert len(noise.unique()) > 0.99 * len(noise)  # Pixels and channels differ.
-    assert follows(noise.numpy(), norm.cdf)
+    assert has_distribution(noise.numpy(), norm.cdf)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -427,9 +435,9 @@ def test_mixtures_are_distributed_as_in_timm(crops):
     counts = ([mixtures.count(Mixture())] for mixtures in (ours, theirs))
     for in_box in (True, False):
         one, other = (lams(mixtures, in_box=in_box) for mixtures in (ours, theirs))
-        assert not one or alike(one, other)
+        assert not one or have_same_distribution(one, other)
         counts = [[*c, len(o)] for c, o in zip(counts, (one, other), strict=True)]
-    assert as_frequent(*counts)
+    assert have_same_frequencies(*counts)
     for mixture in ours:
         if mixture.box:
             top, bottom, left, right = mixture.box
@@ -441,7 +449,7 @@ def test_mixtures_are_distributed_as_in_timm(crops):
     assert (inside[:, 1] - inside[:, 0] == inside[:, 3] - inside[:, 2]).all()
     assert not len(boxes) or {*(inside[:, 1] - inside[:, 0]) % 2} == {0, 1}
     edges = (zip(*(m.box for m in mixtures if m.box), strict=True) for mixtures in (ours, theirs))
-    assert all(alike(one, other) for one, other in zip(*edges, strict=True))
+    assert all(have_same_distribution(one, other) for one, other in zip(*edges, strict=True))
 
 
 def mixture_of_timm(mixup, size):
@@ -532,8 +540,8 @@ def test_operations_are_as_frequent_as_in_timm():
     names = ([name for draw in draws for name, _ in draw] for draws in both)
     counts = [[one.count(name) for name in OPERATIONS] for one in names]
     lengths = [[[*map(len, draws)].count(length) for length in range(3)] for draws in both]
-    assert as_frequent(*counts)
-    assert as_frequent(*lengths)
+    assert have_same_frequencies(*counts)
+    assert have_same_frequencies(*lengths)
     # All 15 operations are equally likely. Each of two is applied with a probability of 0.5.
     assert np.array(counts[0]) / MANY == pytest.approx(np.full(15, 1 / 15), abs=0.015)
     assert np.array(lengths[0]) / MANY == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
@@ -548,7 +556,7 @@ def test_arguments_are_distributed_as_in_timm():
             [value for draw in draws for one, value in draw if one == name]
             for draws in (draw_operations(), draw_operations_with_timm())
         )
-        assert alike(ours, theirs), name
+        assert have_same_distribution(ours, theirs), name
         assert {*np.sign(ours)} == {*np.sign(theirs)}, name
 
 
