@@ -220,8 +220,8 @@ def test_training_equals_a_plain_training_loop():
     )  # fmt: skip
     setting = bench.Setting(CPU, TINY, objective, 4)
     groups = setting.groups()
-    ours, trainer = bench.ours(setting, AdamW(lr=2.0), groups)
-    plain = bench.plain(setting, groups, trainer.scheduled_values)
+    ours, trainer = bench.build_suite_candidate(setting, AdamW(lr=2.0), groups)
+    plain = bench.build_plain_candidate(setting, groups, trainer.scheduled_values)
     # The steps are far apart, because the learning rate is small during the warm-up.
     steps = range(0, 4_000, 1_000)
     losses = [ours.take_step(step)["loss"].item() for step in steps]
