@@ -33,7 +33,7 @@ test-device: $(READY)
 	$(PYTEST) -p tests.support.simulated_cuda.plugin -m gpu --durations=8 \
 	  $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-# Plant faults in copies of the code, about 40 minutes on one core. JOBS=N plants N at a time.
+# Plant mutants in copies of the code, about 40 minutes on one core. JOBS=N plants N at a time.
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1)
 

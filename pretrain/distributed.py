@@ -37,7 +37,7 @@ class LostProcess(MachineError):
 class TrainingRanks:
     """The processes that train together and share every batch, as seen from this process.
 
-    Each process has its own device. If a process raises an error inside `fail_together`, all
+    Each process has its own device. If a process raises an error inside `synchronize_errors`, all
     processes raise an error. Otherwise they would wait forever for the process that has ended.
 
     Attributes:
@@ -117,7 +117,7 @@ class TrainingRanks:
         return raised
 
     @contextmanager
-    def fail_together(self) -> Generator[None]:
+    def synchronize_errors(self) -> Generator[None]:
         """Raise an error in all processes if one of them raises an error inside the `with` block.
 
         The error is raised at the end of the block.
@@ -136,7 +136,7 @@ class TrainingRanks:
         processes.
         """
         results: list[T | None] = [None]
-        with self.fail_together():
+        with self.synchronize_errors():
             if self.is_main:
                 results[0] = compute()
         if self.world_size > 1:
@@ -144,7 +144,7 @@ class TrainingRanks:
                 dist.broadcast_object_list(results, src=0, group=self.group)
         return cast(T, results[0])
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Collect one value from each process. Return the values, ordered by rank.
 
         The values are pickled and sent to every process, so they should be small.
@@ -159,7 +159,7 @@ class TrainingRanks:
 
 
 @contextmanager
-def join_ranks(device: torch.device, timeout: timedelta) -> Generator[TrainingRanks]:
+def init_distributed(device: torch.device, timeout: timedelta) -> Generator[TrainingRanks]:
     """Inside a `with` block, connect the processes that torchrun has started.
 
     Args:

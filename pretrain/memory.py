@@ -40,12 +40,12 @@ def out_of_memory_error(
         blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
         generators = [np.random.default_rng(number) for number in range(count)]
         cut = default_convert(crops.cut([blank] * count, generators, sizes))
-        return crops.finish(cut, ranks.device, plan.data.normalization)
+        return crops.augment_on_device(cut, ranks.device, plan.data.normalization)
 
     def fits(count: int) -> bool:
-        return trainer.fits(step, lambda: create_views(count))
+        return trainer.fits_in_memory(step, lambda: create_views(count))
 
-    images, noun = options.batch // ranks.world_size, plan.objective.noun
+    images, noun = options.resolved_batch_size // ranks.world_size, plan.objective.noun
     accumulation = find_accumulation(images, options.accumulation, fits)
     message = (
         f"out of memory in step {step + 1} with {images // options.accumulation} {noun} at once "

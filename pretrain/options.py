@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from pretrain.schedules import LR_WARMUP, Cosine, Schedule, Timeline, Triangle
+from pretrain.schedules import LR_WARMUP, CosineSchedule, Schedule, Timeline, TriangularSchedule
 from ssl_bench.composition.fields import (
     Bits,
     Bounds,
@@ -100,7 +100,7 @@ class DataOptions:
         (a, b, c), (d, e, f) = (map(float, values) for values in (self.mean, self.std))
         return (a, b, c), (d, e, f)
 
-    def open(self) -> ImageSet:
+    def find_images(self) -> ImageSet:
         """Find all training images, without reading their content.
 
         Raises:
@@ -285,7 +285,7 @@ class TrainOptions:
         return replace(self, batch_size=batch)
 
     @property
-    def batch(self) -> int:
+    def resolved_batch_size(self) -> int:
         """Return the batch size, which must be set. `resolve_batch_size` sets it to the default."""
         assert self.batch_size is not None, "call resolve_batch_size first"
         return self.batch_size
@@ -296,12 +296,13 @@ class TrainOptions:
         Raises:
             ConfigurationError: There are fewer images than the batch size.
         """
-        if num_images < self.batch:
+        if num_images < self.resolved_batch_size:
             raise ConfigurationError(
-                f"train.batch_size={self.batch} is larger than the number of images, {num_images}",
+                f"train.batch_size={self.batch_size} is larger than the number of images, "
+                f"{num_images}",
                 hint=("train.batch_size=null", "or", "--data-root", "{folder}"),
             )
-        steps_per_epoch = num_images // self.batch
+        steps_per_epoch = num_images // self.resolved_batch_size
         total = self.epochs * steps_per_epoch
         return Timeline(min(total, self.max_steps or total), steps_per_epoch)
 
@@ -312,8 +313,8 @@ class TrainOptions:
     def lr_schedule(self, top: float, timeline: Timeline) -> Schedule:
         """Return the schedule of the learning rate, whose maximum is `top`."""
         if self.schedule == "triangular":
-            return Triangle(top, timeline.total_steps)
-        return Cosine(top, self.final_lr, timeline.total_steps, self.warmup_steps(timeline))
+            return TriangularSchedule(top, timeline.total_steps)
+        return CosineSchedule(top, self.final_lr, timeline.total_steps, self.warmup_steps(timeline))
 
     def count_workers(self, device: torch.device) -> int:
         """Return the number of data workers that each training process starts."""

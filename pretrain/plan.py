@@ -11,7 +11,7 @@ import torch
 
 from pretrain import checkpoints, trackers
 from pretrain.description import describe
-from pretrain.distributed import join_ranks
+from pretrain.distributed import init_distributed
 from pretrain.fine_tuning import require_other_folder
 from pretrain.lock import lock_folder
 from pretrain.monitor import Monitor
@@ -20,7 +20,7 @@ from pretrain.objectives.objective import GeneratingObjective, Objective
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.signals import stop_requests
+from pretrain.signals import record_stop_signals
 from pretrain.step import use_deterministic_operations
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.samples import ImageSet
@@ -87,7 +87,7 @@ class Pretraining:
         """
         if isinstance(self.objective, GeneratingObjective):
             return self.objective.images()
-        return self.data.open()
+        return self.data.find_images()
 
     def resolve_batch_size(self, num_images: int) -> "Pretraining":
         """Return a copy of this object in which a batch size of None is replaced by the default.
@@ -127,7 +127,8 @@ class Pretraining:
             f"encoder    {self.encoder.summary()}",
             f"objective  {objective}",
             f"optimizer  {optimizer}",
-            f"steps      {timeline.total_steps:,} of {train.batch:,} {noun}, {epochs:.4g} epochs",
+            f"steps      {timeline.total_steps:,} of {train.resolved_batch_size:,} {noun}, "
+            f"{epochs:.4g} epochs",
         ]
         if unreadable := self.data.describe_unreadable_images(images):
             lines.append(f"unreadable {unreadable}")
@@ -188,16 +189,16 @@ class Pretraining:
         continues = resume or must_resume or extend
         with ExitStack() as stack:
             # From here on, a signal no longer ends the process but requests a stop.
-            request = stack.enter_context(stop_requests())
+            stop_handler = stack.enter_context(record_stop_signals())
             timeout = timedelta(minutes=self.train.timeout_minutes)
             chosen = choose_device(None if device is None else str(device))
-            ranks = stack.enter_context(join_ranks(chosen, timeout))
+            ranks = stack.enter_context(init_distributed(chosen, timeout))
             stack.enter_context(use_deterministic_operations(self.train.deterministic))
             # At the end, restore the random generators of the caller.
             gpus = [chosen] if chosen.type == "cuda" else []
             stack.enter_context(torch.random.fork_rng(gpus))
 
-            with ranks.fail_together():
+            with ranks.synchronize_errors():
                 if ranks.is_main:
                     stack.enter_context(lock_folder(out))
                     if (must_resume or extend) and not checkpoints.has_state(out):
@@ -205,7 +206,7 @@ class Pretraining:
                             f"{out} contains no run to resume", hint=("--out", "{run}")
                         )
                     checkpoints.prepare_folder(out, resume=continues, overwrite=overwrite)
-            with ranks.fail_together():
+            with ranks.synchronize_errors():
                 saved = None
                 if continues and checkpoints.has_state(out):
                     saved = checkpoints.load_state(out, chosen)
@@ -214,7 +215,7 @@ class Pretraining:
                     # Older versions chose the default by the memory of the machine.
                     batch = saved[0]["configuration"]["train"]["batch_size"]
                     plan = replace(self, train=replace(self.train, batch_size=batch))
-                run = Run(plan, out, ranks, request)
+                run = Run(plan, out, ranks, stop_handler)
                 if saved:
                     run.resume(*saved, extend=extend)
                 else:

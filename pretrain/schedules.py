@@ -62,7 +62,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Cosine:
+class CosineSchedule:
     """Cosine schedule: a linear warm-up from 0 to `start`, then half a cosine down or up to `end`.
 
     The last warm-up step and the first step after the warm-up both have the value `start`. The
@@ -84,7 +84,7 @@ class Cosine:
 
 
 @dataclass(frozen=True)
-class Triangle:
+class TriangularSchedule:
     """Triangular schedule: a linear rise from 0 to `peak`, then a linear fall to 0 in two stages.
 
     The value reaches `peak` after 2/5 of the run, `peak` / 20 after 4/5, and 0 after the last step.
@@ -107,7 +107,7 @@ class Triangle:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearSchedule:
     """Linear schedule: a change from `start` at step 0 to `end` at step `num_steps` - 1.
 
     Later steps have the value `end`. DINO uses this schedule for the temperature of the teacher.

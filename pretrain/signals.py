@@ -10,7 +10,7 @@ from ssl_bench.errors import Preempted
 from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
 
 
-class StopRequest:
+class StopSignalHandler:
     """A handler that stores the last signal that asked this process to stop.
 
     The first Ctrl-C (SIGINT) is only stored, like SIGTERM, SIGHUP and SIGUSR1, except inside
@@ -19,15 +19,15 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+        self.last_signal: signal.Signals | None = None
         self._raises = False
 
     @property
     def is_interrupt(self) -> bool:
         """Return whether the last signal was Ctrl-C."""
-        return self.received is signal.SIGINT
+        return self.last_signal is signal.SIGINT
 
-    def receive(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: store it, so that the run stops after one or two steps.
 
         Inside `raise_immediately`, and at the second Ctrl-C, raise an exception instead.
@@ -35,7 +35,7 @@ class StopRequest:
         del frame
         if self.is_interrupt and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = signal.Signals(number)
+        self.last_signal = signal.Signals(number)
         if self._raises:
             self._raise()
 
@@ -50,7 +50,7 @@ class StopRequest:
             KeyboardInterrupt: Ctrl-C was pressed.
             Preempted: Another signal was received.
         """
-        if self.received is not None:
+        if self.last_signal is not None:
             self._raise()
         self._raises = True
         try:
@@ -65,14 +65,14 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests() -> Generator[StopRequest]:
+def record_stop_signals() -> Generator[StopSignalHandler]:
     """Inside a `with` block, only store the signals that ask the run to stop.
 
     Outside of the block, such a signal ends the process at once.
 
     Yields:
-        A `StopRequest`, whose attribute `received` is the last signal, or None.
+        A `StopSignalHandler`, whose attribute `last_signal` is the last signal, or None.
     """
-    request = StopRequest()
-    with handle_signals((*STOP_SIGNALS, "SIGINT"), request.receive):
-        yield request
+    handler = StopSignalHandler()
+    with handle_signals((*STOP_SIGNALS, "SIGINT"), handler.handle):
+        yield handler

@@ -21,7 +21,7 @@ from pretrain.objectives.objective import Learner, Views
 from pretrain.optimizers.recipes import OptimizerRecipe, clip_gradients, parameter_groups
 from pretrain.options import TrainOptions
 from pretrain.resources import count_training_flops, measure_product_rate
-from pretrain.schedules import Cosine, Timeline
+from pretrain.schedules import CosineSchedule, Timeline
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.device import autocast, autocast_dtype
 from ssl_bench.system.process import is_out_of_memory
@@ -67,9 +67,9 @@ class Trainer:
         self.network = ranks.wrap(learner.student)
         self._recipe = recipe
         self.optimizer = self._build_optimizer()
-        self._top_lr = recipe.lr * options.batch / _REFERENCE_BATCH
+        self._top_lr = recipe.lr * options.resolved_batch_size / _REFERENCE_BATCH
         self.lr = options.lr_schedule(self._top_lr, timeline)
-        self.weight_decay = Cosine(
+        self.weight_decay = CosineSchedule(
             options.weight_decay, options.final_weight_decay, timeline.total_steps
         )
         self._dtype = torch.bfloat16 if options.uses_bfloat16(device) else torch.float32
@@ -104,7 +104,7 @@ class Trainer:
         norms = clip_gradients(
             self.learner.student.parameters(),
             self.options.max_grad_norm or math.inf,
-            whole=self.options.global_norm,
+            global_norm=self.options.global_norm,
         )
         report["gradient_norm"] = norms.norm()
         found_inf = ~report["gradient_norm"].isfinite()
@@ -119,7 +119,7 @@ class Trainer:
         self.learner.update_teacher(step, found_inf)
         return report
 
-    def fits(self, step: int, make_views: Callable[[], Views]) -> bool:
+    def fits_in_memory(self, step: int, make_views: Callable[[], Views]) -> bool:
         """Test whether a step with micro-batches of these views fits into the free memory.
 
         Two steps with two micro-batches each are computed, because gradients of an earlier
@@ -178,16 +178,16 @@ class Trainer:
         last = self.options.final_lr
         if self.options.schedule != "cosine" or self._top_lr >= last:
             return None
-        factor = f"{self.options.batch}/{_REFERENCE_BATCH}"
+        factor = f"{self.options.resolved_batch_size}/{_REFERENCE_BATCH}"
         return (
             f"the learning rate rises from {self._top_lr:.2g} (optimizer.lr={self._recipe.lr:g} x "
             f"{factor}) to train.final_lr={last:g}. To let it fall, use train.final_lr=0.0"
         )
 
-    def values(self, step: int) -> dict[str, float]:
+    def scheduled_values(self, step: int) -> dict[str, float]:
         """Return the learning rate and all other scheduled values of a step, for the log."""
         rates = {"lr": self.lr(step), "weight_decay": self.weight_decay(step)}
-        return rates | self.learner.values(step)
+        return rates | self.learner.scheduled_values(step)
 
     def state_dict(self) -> dict[str, Any]:
         return {"learner": self.learner.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -246,13 +246,13 @@ class Trainer:
     def _force_eager_if_configured(self) -> AbstractContextManager[object]:
         return torch.compiler.set_stance("force_eager") if self._is_eager else nullcontext()
 
-    def _restore_statistics(self, before: Iterable[Tensor], where: Bool[Tensor, ""]) -> None:
-        """If `where` is true, reset the batch statistics to `before`, their values before the step.
+    def _restore_statistics(self, before: Iterable[Tensor], condition: Bool[Tensor, ""]) -> None:
+        """If `condition` is true, reset batch statistics to `before`, their values before the step.
 
-        `where` is a scalar tensor on the device.
+        `condition` is a scalar tensor on the device.
         """
         for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
-            buffer.copy_(torch.where(where.to(buffer.device), old, buffer))
+            buffer.copy_(torch.where(condition.to(buffer.device), old, buffer))
 
 
 @contextmanager

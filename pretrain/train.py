@@ -59,7 +59,7 @@ from pretrain.monitor import Evaluator
 from pretrain.objectives.objective import GeneratingObjective, PeriodicEvaluation, Views
 from pretrain.plan import Pretraining
 from pretrain.resume import Progress, describe_run, load_trainer_state, restore_progress
-from pretrain.signals import StopRequest
+from pretrain.signals import StopSignalHandler
 from pretrain.step import Trainer
 from ssl_bench.errors import (
     ConfigurationError,
@@ -90,13 +90,13 @@ class Run:
         plan: Encoder, objective, optimizer, images and options of the run.
         out: The run folder, which this process has locked.
         ranks: The processes that train together.
-        request: Object that stores the signals which ask this process to stop.
+        stop_handler: Object that stores the signals which ask this process to stop.
     """
 
     def __init__(
-        self, plan: Pretraining, out: Path, ranks: TrainingRanks, request: StopRequest
+        self, plan: Pretraining, out: Path, ranks: TrainingRanks, stop_handler: StopSignalHandler
     ) -> None:
-        self.out, self.ranks, self.request = out, ranks, request
+        self.out, self.ranks, self.stop_handler = out, ranks, stop_handler
         self.saver = checkpoints.Saver(out) if ranks.is_main else None
         self.clock = logging.Clock()
 
@@ -110,11 +110,11 @@ class Run:
         # Crops of the batches.
         options, crops = plan.train, plan.objective.crops
         parts = options.accumulation * ranks.world_size
-        if options.batch % parts:
-            nearest = math.ceil(options.batch / parts) * parts
+        if options.resolved_batch_size % parts:
+            nearest = math.ceil(options.resolved_batch_size / parts) * parts
             raise ConfigurationError(
                 f"train.batch_size must be a multiple of {parts} (train.accumulation="
-                f"{options.accumulation} x {ranks.world_size} processes), got {options.batch}",
+                f"{options.accumulation} x {ranks.world_size} processes), got {options.batch_size}",
                 hint=(f"train.batch_size={nearest}",),
             )
         skips_unreadable = plan.data.on_bad_image == "skip"
@@ -122,7 +122,7 @@ class Run:
         self.batches = BatchChunks(
             images=decode_images(images, skip=skips_unreadable) if plan.data.in_memory else images,
             cut=partial(crops.cut, sizes=sizes),
-            batch_size=options.batch,
+            batch_size=options.resolved_batch_size,
             seed=options.seed,
             num_micro_batches=options.accumulation,
             rank=ranks.rank,
@@ -137,11 +137,11 @@ class Run:
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=options.seed, class_names=images.class_names
         )
-        self.observer: PeriodicEvaluation | None
+        self.evaluator: PeriodicEvaluation | None
         if isinstance(plan.objective, GeneratingObjective):
-            self.observer = plan.objective.observer(learner, self.timeline)
+            self.evaluator = plan.objective.build_evaluator(learner, self.timeline)
         else:
-            self.observer = plan.monitor.build_evaluator(learner, self.timeline, plan.data, images)
+            self.evaluator = plan.monitor.build_evaluator(learner, self.timeline, plan.data, images)
         self.trainer = Trainer(learner, plan.optimizer, options, self.timeline, ranks)
 
         self.progress = Progress()
@@ -152,7 +152,7 @@ class Run:
 
     def _read_fingerprint(self) -> TrainingImages:
         # Reading all images may take minutes, and there is nothing to save yet.
-        with self.request.raise_immediately():
+        with self.stop_handler.raise_immediately():
             return describe_training_images(self.images)
 
     def start(self) -> None:
@@ -251,11 +251,11 @@ class Run:
             except (DataError, MachineError):
                 # All processes wait for the files, because torchrun kills the remaining processes
                 # when one process fails.
-                with ranks.fail_together():
+                with ranks.synchronize_errors():
                     self._save(wait=True)
                 log.say(f"{self._describe_saved()}. Continue with --resume")
                 raise
-            with ranks.fail_together():
+            with ranks.synchronize_errors():
                 self._save(wait=True)
             self._end()
 
@@ -295,7 +295,7 @@ class Run:
         if is_new and is_auto and has_fast_bfloat16(self.ranks.device):
             line = "this CPU has bfloat16 instructions, which shorten a step"
             yield with_hint(line, hint=("train.precision=bfloat16",))
-        steps, batch = self.timeline.total_steps, options.batch
+        steps, batch = self.timeline.total_steps, options.resolved_batch_size
         yield f"{len(self.images):,} {self.plan.objective.noun}, {steps:,} steps, batch {batch:,}"
         if self.workers.num_requested:
             yield str(self.workers)
@@ -321,7 +321,7 @@ class Run:
                     if self.workers.num_chunks == 1:
                         micro_batch = next(own)
                     else:
-                        micro_batch = self.plan.objective.crops.join(own, device)
+                        micro_batch = self.plan.objective.crops.collate(own, device)
                 except SslBenchError as met:
                     error = met
                 self.ranks.raise_on_all(error or self._error)
@@ -362,9 +362,9 @@ class Run:
         row = {
             "step": step + 1,
             "epoch": self.timeline.get_epoch(step),
-            **trainer.values(step),
+            **trainer.scheduled_values(step),
             # Images of all processes.
-            "images_per_second": plan.train.batch / seconds,
+            "images_per_second": plan.train.resolved_batch_size / seconds,
             "data_wait": 100 * waited / seconds,
             "mfu": trainer.utilisation(seconds),
         }
@@ -391,7 +391,7 @@ class Run:
     def _finish_crops(self, micro_batch: Any) -> Views:
         """Augment and normalise cropped images on the device."""
         crops, data = self.plan.objective.crops, self.plan.data
-        return crops.finish(micro_batch, self.ranks.device, data.normalization)
+        return crops.augment_on_device(micro_batch, self.ranks.device, data.normalization)
 
     @contextmanager
     def _postpone_errors(self) -> Generator[None]:
@@ -410,10 +410,10 @@ class Run:
         Only the process of rank 0 evaluates it. The mapping is empty in other processes, or if no
         evaluation is due.
         """
-        if self.observer is None or not self.ranks.is_main:
+        if self.evaluator is None or not self.ranks.is_main:
             return {}
         step, start = self.progress.step, time.monotonic()
-        trained, measures = start - self.clock.training_start, self.observer.measure_if_due(step)
+        trained, measures = start - self.clock.training_start, self.evaluator.measure_if_due(step)
         if measures:
             # All metrics of a monitor are percentages, except the loss.
             values = "  ".join(
@@ -425,14 +425,14 @@ class Run:
             if seconds > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):
                 self.log.say(
                     f"the monitor took {seconds:.0f} s after {trained:.0f} s of training. Its "
-                    f"duration depends on {self.observer.cost_options}"
+                    f"duration depends on {self.evaluator.cost_options}"
                 )
             # The time of the monitor does not count as time of the next step.
             self.clock.restart()
         return measures
 
     def _should_stop(self) -> bool:
-        return self.request.received is not None or self._is_time_up()
+        return self.stop_handler.last_signal is not None or self._is_time_up()
 
     def _is_time_up(self) -> bool:
         minutes = self.plan.train.max_minutes
@@ -470,7 +470,7 @@ class Run:
         """
         log, progress = self.log, self.progress
         log.write_rows(everything=True)
-        gathered = self.ranks.gather((progress.left_out, progress.never_used))
+        gathered = self.ranks.all_gather((progress.left_out, progress.never_used))
         progress.left_out, progress.never_used = (
             set[int]().union(*sets) for sets in zip(*gathered, strict=True)
         )
@@ -514,10 +514,10 @@ class Run:
         if self.progress.step == self.timeline.total_steps:
             if self.saver is not None:
                 self._finish()
-        elif self.request.is_interrupt:
+        elif self.stop_handler.is_interrupt:
             self.log.say(f"interrupted: {saved}")
             raise KeyboardInterrupt
-        elif self.request.received is None and self._is_time_up():
+        elif self.stop_handler.last_signal is None and self._is_time_up():
             self.log.say(f"time limit reached: {saved}. Continue with --resume")
         else:
             # The signal was received by this process or by another one.
@@ -535,8 +535,8 @@ class Run:
         """
         checkpoints.remove_previous_state(self.out)
         results = self.plan.monitor.results
-        if results is not None and isinstance(self.observer, Evaluator):
-            paths = self.observer.save_records(
+        if results is not None and isinstance(self.evaluator, Evaluator):
+            paths = self.evaluator.save_records(
                 Path(results),
                 self.out / checkpoints.ENCODER,
                 self.description,

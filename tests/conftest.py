@@ -11,7 +11,7 @@ from pathlib import Path
 import jaxtyping
 import pytest
 
-from tests.support import checked
+from tests.support import type_checks
 
 # Tests neither read nor change the caches of the user. The workers of xdist inherit this folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -32,12 +32,12 @@ if os.environ.get("SSL_BENCH_CHECK_SHAPES") == "1":
         if shapes.search(text := path.read_text()) and not kernels.search(text)
     ]
     modules = [".".join(path.parts) for path in with_shapes]
-    jaxtyping.jaxtyped = checked.check_first_calls
+    jaxtyping.jaxtyped = type_checks.check_first_calls
     jaxtyping.install_import_hook(modules, "beartype.beartype")
 
 
 def pytest_runtest_setup() -> None:
-    checked.calls.clear()
+    type_checks.calls.clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ssl_bench.data.files import fingerprints
 from tests.support.faults import encoder_file, photo_folder
-from tests.support.remembered import cache_flop_counts
+from tests.support.flop_cache import cache_flop_counts
 from tests.support.runs import pretrain_two
 from tests.support.web import WebServer
 

@@ -2,9 +2,9 @@
 
     python -m tests.mutants [NAME ...] [--jobs N]
 
-Each bug ("fault") is added to a temporary copy of the checkout. The checkout itself is not changed,
-so you can work in it, and stop the program at any time. The program prints a line for each bug and
-exits with 1 if the tests miss one.
+Each bug ("mutant") is added to a temporary copy of the checkout. The checkout itself does not
+change, so you can work in it, and stop the program at any time. The program prints a line for each
+bug and exits with 1 if the tests miss one.
 """
 
 import argparse
@@ -41,7 +41,7 @@ FORK = mp.get_context("fork")
 
 
 @dataclass(frozen=True)
-class Fault:
+class Mutant:
     """A bug to add to the code: in `file`, the first occurrence of `old` is replaced by `new`.
 
     At least one of `tests` must then fail.
@@ -64,8 +64,8 @@ class Fault:
         return self.old in text
 
 
-def load_faults(path: Path) -> list[Fault]:
-    return [Fault(**fields) for fields in yaml.safe_load(path.read_text())]
+def load_mutants(path: Path) -> list[Mutant]:
+    return [Mutant(**fields) for fields in yaml.safe_load(path.read_text())]
 
 
 @dataclass(eq=False)
@@ -132,20 +132,20 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
     return test
 
 
-def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
+def check_mutant(mutant: Mutant, original: Path, passing: set[str]) -> str:
     """Add a bug to a copy of the checkout and run its tests. Return the outcome as text.
 
     Args:
-        fault: The bug.
+        mutant: The bug.
         original: A copy of the checkout without any added bug.
         passing: Tests that are known to pass without the bug. Further such tests are added.
     """
-    tree = original.with_name(fault.name)
+    tree = original.with_name(mutant.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
     try:
-        if not fault.plant(tree):
+        if not mutant.plant(tree):
             return "OLD TEXT NOT FOUND"
-        test = find_failure(tree, fault.tests)
+        test = find_failure(tree, mutant.tests)
     finally:
         shutil.rmtree(tree)
     if not test:
@@ -153,22 +153,22 @@ def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
     # If a test file cannot be imported, only its name is known.
     if ".py" in test and test not in passing:
         if find_failure(original, [test]):
-            return f"{test} FAILS WITHOUT THE FAULT"
+            return f"{test} FAILS WITHOUT THE MUTANT"
         passing.add(test)
     return f"caught by {test}"
 
 
-def check_faults(faults: Sequence[Fault], original: Path) -> None:
-    """Run the tests for each bug in `faults`, and print a line for each.
+def check_mutants(mutants: Sequence[Mutant], original: Path) -> None:
+    """Run the tests for each bug in `mutants`, and print a line for each.
 
     Exit with 1 if the tests miss a bug. `original` is a copy of the checkout without any added bug.
     """
     passing: set[str] = set()
     results = []
-    for fault in faults:
+    for mutant in mutants:
         start = time.monotonic()
-        results.append(check_fault(fault, original, passing))
-        print(f"{fault.name}: {results[-1]} ({time.monotonic() - start:.0f} s)", flush=True)
+        results.append(check_mutant(mutant, original, passing))
+        print(f"{mutant.name}: {results[-1]} ({time.monotonic() - start:.0f} s)", flush=True)
     sys.exit(any(not result.startswith("caught") for result in results))
 
 
@@ -186,13 +186,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", metavar="NAME", nargs="*", help="faults to plant (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
+    parser.add_argument("names", metavar="NAME", nargs="*", help="mutants to plant (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default: 1)")
     options = parser.parse_args(words)
-    known = load_faults(ROOT / "tests/mutants.yaml")
-    if unknown := {*options.names} - {fault.name for fault in known}:
+    known = load_mutants(ROOT / "tests/mutants.yaml")
+    if unknown := {*options.names} - {mutant.name for mutant in known}:
         parser.error(f"not in tests/mutants.yaml: {', '.join(sorted(unknown))}")
-    faults = [fault for fault in known if fault.name in options.names or not options.names]
+    mutants = [mutant for mutant in known if mutant.name in options.names or not options.names]
 
     # After a signal, the `finally` blocks still remove all files and processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -204,8 +204,8 @@ def main(words: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         original = Path(folder).resolve() / "original"
         copy_checkout(original)
-        parts = [faults[i :: options.jobs] for i in range(options.jobs)]
-        workers = [FORK.Process(target=check_faults, args=(part, original)) for part in parts]
+        parts = [mutants[i :: options.jobs] for i in range(options.jobs)]
+        workers = [FORK.Process(target=check_mutants, args=(part, original)) for part in parts]
         try:
             for worker in workers:
                 worker.start()

@@ -64,7 +64,7 @@ def augment(
     params: AugmentationParams,
     *,
     solarize_threshold: float,
-    mean_std: Normalization = IMAGENET_NORMALIZATION,
+    normalization: Normalization = IMAGENET_NORMALIZATION,
 ) -> Images:
     """Augment and normalise 8-bit RGB views.
 
@@ -72,7 +72,7 @@ def augment(
         pixels: Cropped views.
         params: Random parameters of the views, in CPU memory.
         solarize_threshold: Threshold in [0, 1]. Solarization inverts values at or above it.
-        mean_std: Mean and standard deviation of each channel.
+        normalization: Mean and standard deviation of each channel.
     """
     if pixels.is_cuda:
         images = _change_colours_on_gpu(pixels, params)
@@ -81,7 +81,7 @@ def augment(
     apply_to_views(images, params.blur_sigma > 0, lambda x, rows: blur(x, params.blur_sigma[rows]))
     threshold = solarize_threshold
     apply_to_views(images, params.solarize, lambda x, _: torch.where(x >= threshold, 1 - x, x))
-    return normalise(images, mean_std)
+    return normalise(images, normalization)
 
 
 def _change_colours_on_cpu(
@@ -89,12 +89,12 @@ def _change_colours_on_cpu(
 ) -> Images:
     """Apply flip, colour jitter and conversion to grey, each only to the views that need it.
 
-    For DINO's crops on one CPU core, this is 2.5 to 5 times as fast as `jitter_all`, which computes
-    every jitter for every view. The results are bitwise identical.
+    For DINO's crops on one CPU core, this is 2.5 to 5 times as fast as `apply_one_jitter`, which
+    computes every jitter for every view. The results are bitwise identical.
     """
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     apply_to_views(images, params.flip, lambda x, _: x.flip(-1))
-    jitter(images, params.jitter, params.order, params.factors)
+    apply_jitters(images, params.jitter, params.order, params.factors)
     apply_to_views(images, params.grey, lambda x, _: to_grey(x).expand_as(x))
     return images
 
@@ -126,10 +126,10 @@ def _change_colours_on_gpu(
 @cache
 def _compiled_jitter() -> Callable[..., Images]:
     # The compilation starts at the first use, because importing the compiler takes three seconds.
-    return torch.compile(jitter_all, dynamic=False)
+    return torch.compile(apply_one_jitter, dynamic=False)
 
 
-def jitter_all(
+def apply_one_jitter(
     images: Images,
     wanted: Bool[Tensor, " views"],
     kind: Int64[Tensor, " views"],
@@ -151,7 +151,7 @@ def jitter_all(
     return torch.where(wanted, changed, images)
 
 
-def jitter(
+def apply_jitters(
     images: Images,
     wanted: Bool[Tensor, " views"],
     order: Int64[Tensor, "views kinds"],
@@ -267,12 +267,12 @@ def _blur_matrix(sigma: Float[Tensor, " views"], size: int) -> Float[Tensor, "vi
     return weights / weights.sum(dim=2, keepdim=True)
 
 
-def normalise(images: Images, mean_std: Normalization = IMAGENET_NORMALIZATION) -> Images:
+def normalise(images: Images, normalization: Normalization = IMAGENET_NORMALIZATION) -> Images:
     """Subtract the mean of each channel and divide by the standard deviation, in place.
 
     Args:
         images: Images with values in [0, 1].
-        mean_std: Mean and standard deviation of each channel.
+        normalization: Mean and standard deviation of each channel.
     """
-    mean, std = to_device(torch.tensor(mean_std), images.device)[..., None, None]
+    mean, std = to_device(torch.tensor(normalization), images.device)[..., None, None]
     return images.sub_(mean).div_(std)

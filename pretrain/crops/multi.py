@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pretrain.crops.augmentation import AugmentationParams, Images, augment
 from pretrain.crops.plain import (
-    BOX_NUMBERS,
+    NUM_RANDOMS_PER_BOX,
     Generators,
     Samples,
     ViewMaker,
@@ -167,11 +167,13 @@ class MultiCrop(ViewMaker):
             first views of all images come first, then the second views, and so on.
         """
         # Each generator is called only once, because a call takes longer than drawing the numbers.
-        shape = (2 + self.num_locals, BOX_NUMBERS + _AUGMENTATION_NUMBERS)
+        shape = (2 + self.num_locals, NUM_RANDOMS_PER_BOX + _AUGMENTATION_NUMBERS)
         numbers = np.stack([generator.random(shape) for generator in generators], axis=1)
         scales = np.array([self.global_scale] * 2 + [self.local_scale] * self.num_locals)
-        boxes = place_boxes(numbers[..., :BOX_NUMBERS], image_sizes, scales, self.aspect_ratio)
-        numbers = numbers[..., BOX_NUMBERS:]  # views images 14
+        boxes = place_boxes(
+            numbers[..., :NUM_RANDOMS_PER_BOX], image_sizes, scales, self.aspect_ratio
+        )
+        numbers = numbers[..., NUM_RANDOMS_PER_BOX:]  # views images 14
         decisions = np.moveaxis(numbers[..., :5] < self._probabilities(), -1, 0)
         flip, jitter, grey, is_blurred, solarize = (_flatten_views(d) for d in decisions)
         least, largest = self.blur_sigma
@@ -197,7 +199,7 @@ class MultiCrop(ViewMaker):
         first, second, local = ([*shared, *own] for own in per_crop)
         return np.array([first, second, *[local] * self.num_locals], float)[:, None]
 
-    def join(
+    def collate(
         self, chunks: Iterable[Sequence[CropGroup]], device: torch.device
     ) -> tuple[CropGroup, ...]:
         """Copy the results of several calls of `cut` to the device, and join them.
@@ -212,11 +214,11 @@ class MultiCrop(ViewMaker):
             for groups, count in zip(zip(*copies, strict=True), num_views, strict=False)
         )
 
-    def finish(
+    def augment_on_device(
         self,
-        groups: Sequence[CropGroup],
+        micro_batch: Sequence[CropGroup],
         device: torch.device,
-        mean_std: Normalization = IMAGENET_NORMALIZATION,
+        normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, ...]:
         """Augment and normalise crops on the device. Return one tensor for each crop size."""
         return tuple(
@@ -224,9 +226,9 @@ class MultiCrop(ViewMaker):
                 group.pixels.to(device, non_blocking=True),
                 group.params,
                 solarize_threshold=self.solarize_threshold / 255,
-                mean_std=mean_std,
+                normalization=normalization,
             )
-            for group in groups
+            for group in micro_batch
         )
 
 

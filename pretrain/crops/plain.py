@@ -19,7 +19,7 @@ from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 
 # Number of random sizes that are tried until a box fits into the image.
 _ATTEMPTS = 10
-BOX_NUMBERS = 2 * _ATTEMPTS + 2
+NUM_RANDOMS_PER_BOX = 2 * _ATTEMPTS + 2
 """Number of random numbers that determine a box."""
 
 Samples = Iterable[Sample]
@@ -30,9 +30,9 @@ Generators = Iterable[np.random.Generator]
 class ViewMaker(ABC):
     """Base class of view makers, which turn images into views (such as random crops) for training.
 
-    `cut` runs on the CPU in data workers, and `finish` on the device. In between, a DataLoader
-    copies the crops to pinned memory. It turns tuples into lists, and objects need the method
-    `pin_memory`, which `LabelledCrops` has.
+    `cut` runs on the CPU in data workers, and `augment_on_device` on the device. In between, a
+    DataLoader copies the crops to pinned memory. It turns tuples into lists, and objects need the
+    method `pin_memory`, which `LabelledCrops` has.
     """
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class ViewMaker(ABC):
             sizes: Side lengths in pixels, as returned by `sizes`.
         """
 
-    def join(self, chunks: Iterable[Any], device: torch.device) -> Any:
+    def collate(self, chunks: Iterable[Any], device: torch.device) -> Any:
         """Copy the results of several calls of `cut` to the device, and join them.
 
         The result is the same as if all samples had been cut at once. Each result is copied as soon
@@ -64,15 +64,18 @@ class ViewMaker(ABC):
         return torch.cat([chunk.to(device, non_blocking=True, copy=True) for chunk in chunks])
 
     @abstractmethod
-    def finish(
-        self, groups: Any, device: torch.device, mean_std: Normalization = IMAGENET_NORMALIZATION
+    def augment_on_device(
+        self,
+        micro_batch: Any,
+        device: torch.device,
+        normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> Sequence[Tensor]:
         """Return normalised views on the device, followed by labels if the objective needs them.
 
         Args:
-            groups: Result of `cut` or `join`.
+            micro_batch: Result of `cut` or `collate`.
             device: Device of the learner.
-            mean_std: Mean and standard deviation of each channel.
+            normalization: Mean and standard deviation of each channel.
         """
 
 
@@ -107,19 +110,19 @@ class PlainCrop(ViewMaker):
     ) -> UInt8[Tensor, "3 {size} {size}"]:
         """Return a random crop of an image, resized to a square and possibly flipped."""
         sizes, scales = np.array([image.shape[:2]]), np.array([self.scale])
-        numbers = generator.random((1, 1, BOX_NUMBERS))
+        numbers = generator.random((1, 1, NUM_RANDOMS_PER_BOX))
         box = place_boxes(numbers, sizes, scales, self.aspect_ratio)[0, 0]
         pixels = crop(image_to_tensor(image), box, size)
         return pixels.flip(-1) if generator.random() < self.flip_probability else pixels
 
-    def finish(
+    def augment_on_device(
         self,
-        groups: UInt8[Tensor, "batch 3 size size"],
+        micro_batch: UInt8[Tensor, "batch 3 size size"],
         device: torch.device,
-        mean_std: Normalization = IMAGENET_NORMALIZATION,
+        normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images]:
         """Return the normalised crops on the device."""
-        return (normalise(groups.to(device, non_blocking=True).float() / 255, mean_std),)
+        return (normalise(micro_batch.to(device, non_blocking=True).float() / 255, normalization),)
 
 
 def check_ranges(**ranges: Sequence[float]) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float32, Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
-from pretrain.crops.augmentation import Images, Rows, apply_to_views, jitter, normalise
+from pretrain.crops.augmentation import Images, Rows, apply_jitters, apply_to_views, normalise
 from pretrain.crops.plain import Generators, PlainCrop, Samples, ViewMaker
 from ssl_bench.composition.fields import (
     Bounds,
@@ -97,13 +97,14 @@ class Mixture:
     number of images is odd, the middle image stays unchanged.
 
     Attributes:
-        own_share: Weight w of each image and its class in the result, in [0, 1]. The other image of
-            the pair has the weight 1 - w. With CutMix, w is the fraction of pixels outside the box.
+        lam: Weight of each image and its class in the result, in [0, 1]. The other image of the
+            pair has the weight 1 - `lam`. With CutMix, `lam` is the fraction of pixels outside the
+            box.
         box: Top, bottom, left and right edge of the box that is taken from the other image
             (CutMix). Without a box, all pixels are weighted means (mixup).
     """
 
-    own_share: float = 1.0
+    lam: float = 1.0
     box: tuple[int, int, int, int] | None = None
 
 
@@ -263,7 +264,7 @@ class SingleCrop(ViewMaker):
         top, bottom, left, right = edges
         return Mixture(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))
 
-    def join(self, chunks: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
+    def collate(self, chunks: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
         """Copy the crops of several chunks to the device, and join them to a micro-batch.
 
         The noise seed and the mixture come from the first chunk, because it contains the first
@@ -282,11 +283,11 @@ class SingleCrop(ViewMaker):
         }
         return replace(copies[0], **joined)
 
-    def finish(
+    def augment_on_device(
         self,
-        groups: LabelledCrops,
+        micro_batch: LabelledCrops,
         device: torch.device,
-        mean_std: Normalization = IMAGENET_NORMALIZATION,
+        normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, Int64[Tensor, " batch"], Float32[Tensor, ""]]:
         """Augment and normalise the crops on the device.
 
@@ -295,17 +296,22 @@ class SingleCrop(ViewMaker):
             the scalar is the weight of an image's own class, and the class of the other image of
             the pair has the remaining weight. Otherwise, the scalar is 1.
         """
-        images = groups.pixels.to(device, non_blocking=True).float().div_(255)
+        images = micro_batch.pixels.to(device, non_blocking=True).float().div_(255)
         if self.color_jitter:
-            jitter(images, torch.ones(len(images), dtype=torch.bool), groups.order, groups.factors)
-        normalise(images, mean_std)
+            apply_jitters(
+                images,
+                torch.ones(len(images), dtype=torch.bool),
+                micro_batch.order,
+                micro_batch.factors,
+            )
+        normalise(images, normalization)
         if self.cutout:
             # The mean colour is 0 after normalisation.
-            images.masked_fill_(_is_inside(images, groups.cutout), 0.0)
-        erase(images, groups.erased, groups.noise_seed)
-        mix(images, groups.mixture)
-        own_share = torch.full((), groups.mixture.own_share, device=device)
-        return images, groups.labels.to(device, non_blocking=True), own_share
+            images.masked_fill_(_is_inside(images, micro_batch.cutout), 0.0)
+        erase(images, micro_batch.erased, micro_batch.noise_seed)
+        mix(images, micro_batch.mixture)
+        lam = torch.full((), micro_batch.mixture.lam, device=device)
+        return images, micro_batch.labels.to(device, non_blocking=True), lam
 
 
 def compute_argument(name: str, level: float, *, negate: bool) -> int | float:
@@ -408,9 +414,9 @@ def mix(images: Images, mixture: Mixture) -> Images:
         top, bottom, left, right = mixture.box
         inside = images[:, :, top:bottom, left:right]
         inside.copy_(inside.flip(0))
-    elif mixture.own_share < 1:
-        others = images.flip(0).mul_(1 - mixture.own_share)
-        images.mul_(mixture.own_share).add_(others)
+    elif mixture.lam < 1:
+        others = images.flip(0).mul_(1 - mixture.lam)
+        images.mul_(mixture.lam).add_(others)
     return images
 
 

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from pretrain.crops.multi import MultiCrop
 from pretrain.objectives.objective import Learner, Objective, Views, derive_seed, require_vit
-from pretrain.schedules import LAST_LAYER_FREEZE, TEMPERATURE_RISE, Cosine, Linear, Timeline
+from pretrain.schedules import (
+    LAST_LAYER_FREEZE,
+    TEMPERATURE_RISE,
+    CosineSchedule,
+    LinearSchedule,
+    Timeline,
+)
 from ssl_bench.composition.fields import Fraction, PositiveOrZero, Temperature, Width, check_fields
 from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
@@ -102,8 +108,8 @@ class DinoLearner(Learner):
         super().__init__(options, student)
         self.teacher = copy.deepcopy(student).requires_grad_(False).eval()
         self.register_buffer("center", torch.zeros(options.out_dim))
-        self.momentum = Cosine(options.momentum, 1.0, timeline.total_steps)
-        self.teacher_temperature = Linear(
+        self.momentum = CosineSchedule(options.momentum, 1.0, timeline.total_steps)
+        self.teacher_temperature = LinearSchedule(
             options.teacher_temperature_start,
             options.teacher_temperature,
             TEMPERATURE_RISE.count_steps(options.teacher_temperature_epochs, timeline),
@@ -203,7 +209,7 @@ class DinoLearner(Learner):
         student: list[Tensor] = list(self.student.parameters())
         torch._foreach_lerp_(teacher, student, 1 - self.momentum(step))
 
-    def values(self, step: int) -> dict[str, float]:
+    def scheduled_values(self, step: int) -> dict[str, float]:
         return {
             "momentum": self.momentum(step),
             "teacher_temperature": self.teacher_temperature(step),

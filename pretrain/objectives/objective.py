@@ -67,7 +67,7 @@ class Learner(nn.Module, ABC):
         Args:
             network: The student network. If there are several processes, it is wrapped in
                 DistributedDataParallel.
-            views: Views as returned by `ViewMaker.finish`.
+            views: Views as returned by `ViewMaker.augment_on_device`.
             step: Number of the optimizer step, from 0.
 
         Returns:
@@ -92,7 +92,7 @@ class Learner(nn.Module, ABC):
                 the student unchanged.
         """
 
-    def values(self, step: int) -> dict[str, float]:
+    def scheduled_values(self, step: int) -> dict[str, float]:
         """Return the scheduled values of an optimizer step for the log, such as a momentum."""
         del step
         return {}
@@ -172,7 +172,7 @@ class GeneratingObjective(Objective, ABC):
         """
 
     @abstractmethod
-    def observer(self, learner: Any, timeline: Timeline) -> PeriodicEvaluation:
+    def build_evaluator(self, learner: Any, timeline: Timeline) -> PeriodicEvaluation:
         """Return an object that evaluates the learner during training.
 
         The run uses it instead of the monitor, which evaluates encoders on labelled images.

@@ -98,10 +98,10 @@ class SupervisedLearner(Learner):
             The loss, and `train_top1` for the log, the top-1 accuracy on the batch in percent.
         """
         del step
-        images, labels, own_share = views
+        images, labels, lam = views
         logits = network(images).float()
-        loss = accuracy = torch.zeros_like(own_share)
-        for targets, share in ((labels, own_share), (labels.flip(0), 1 - own_share)):
+        loss = accuracy = torch.zeros_like(lam)
+        for targets, share in ((labels, lam), (labels.flip(0), 1 - lam)):
             losses = F.cross_entropy(
                 logits, targets, reduction="none", label_smoothing=self.options.label_smoothing
             )

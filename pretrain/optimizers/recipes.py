@@ -171,25 +171,25 @@ def _split_by_decay(
 
 @torch.no_grad()
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float, *, whole: bool = False
+    parameters: Iterable[nn.Parameter], max_norm: float, *, global_norm: bool = False
 ) -> Float[Tensor, " parameters"]:
     """Clip the norm of each gradient tensor, or of all gradients together, in place.
 
     Args:
         parameters: Parameters, some of which may have no gradient.
         max_norm: Largest allowed Euclidean norm.
-        whole: Whether `max_norm` limits the norm of all gradients together.
+        global_norm: Whether `max_norm` limits the norm of all gradients together.
 
     Returns:
         The norm of each gradient before clipping, as a tensor on the device. Nothing is copied to
         CPU memory, so the CPU does not wait for the device.
 
-    Source: `torch.nn.utils.clip_grad_norm_` if `whole` is true. Otherwise `clip_gradients` of
+    Source: `torch.nn.utils.clip_grad_norm_` if `global_norm` is true. Otherwise `clip_gradients` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
-    limited = norms.norm().expand_as(norms) if whole else norms
+    limited = norms.norm().expand_as(norms) if global_norm else norms
     coefficients = (max_norm / (limited + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, coefficients.unbind())
     return norms

@@ -116,7 +116,7 @@ class Copying(GeneratingObjective):
         # Optimizers recognise the blocks of the encoder by the name "backbone".
         return CopyingLearner(self, nn.Sequential(OrderedDict[str, nn.Module](backbone=network)))
 
-    def observer(self, learner: "CopyingLearner", timeline: Timeline) -> "CopyingTest":
+    def build_evaluator(self, learner: "CopyingLearner", timeline: Timeline) -> "CopyingTest":
         """Return an object that tests the model every few epochs, always on the same strings."""
         return CopyingTest(self, learner.student.backbone, timeline)
 
@@ -180,15 +180,15 @@ class StringMaker(ViewMaker):
         strings = [generator.integers(self.letters, size=self.length) for generator in generators]
         return torch.from_numpy(np.stack(strings))
 
-    def finish(
+    def augment_on_device(
         self,
-        groups: Letters,
+        micro_batch: Letters,
         device: torch.device,
-        mean_std: Normalization = IMAGENET_NORMALIZATION,
+        normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Rows]:
         """Return one tensor on the device, with a row of tokens for each string."""
-        del mean_std
-        return (make_rows(groups.to(device, non_blocking=True), self.letters),)
+        del normalization
+        return (make_rows(micro_batch.to(device, non_blocking=True), self.letters),)
 
 
 @dataclass(frozen=True)

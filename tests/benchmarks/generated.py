@@ -22,7 +22,7 @@ from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.sheets import render_tables
 
 ROOT = Path(__file__).parents[2]
-LEDGER = "results/benchmarks/evidence-cpu.json"
+EVIDENCE_FILE = "results/benchmarks/evidence-cpu.json"
 """File with the results of the experiments."""
 Generator = Callable[[Path], str | bytes]
 """A function that returns the content of a file, given the root of a checkout."""
@@ -45,12 +45,12 @@ def _by(module: str, name: str, function: str = "page") -> Generator:
     )
 
 
-def _evidence_figure(row: str, root: Path) -> bytes:
+def _evidence_figure(experiment: str, root: Path) -> bytes:
     from tests.benchmarks.evidence.page import draw
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "curve.svg"
-        draw(row, _json(root, "evidence-cpu.json"), file)
+        draw(experiment, _json(root, "evidence-cpu.json"), file)
         return file.read_bytes()
 
 
@@ -135,8 +135,8 @@ def evidence_figures(root: Path) -> dict[str, Generator]:
     """Return the functions that draw the figures of finished experiments, by the figure's path."""
     from tests.benchmarks.evidence.page import figure_name, figures
 
-    rows = figures(_json(root, "evidence-cpu.json"))
-    return {f"results/figures/{figure_name(row)}": partial(_evidence_figure, row) for row in rows}
+    names = figures(_json(root, "evidence-cpu.json"))
+    return {f"results/figures/{figure_name(n)}": partial(_evidence_figure, n) for n in names}
 
 
 def probe_pages(root: Path) -> dict[str, Generator]:

@@ -213,7 +213,7 @@ def training(timed: int = 40) -> None:
             trainer = Trainer(learner, recipe, options, timeline, ranks)
 
             def augment(groups: Any = groups) -> Any:
-                return objective.crops.finish(groups, DEVICE)
+                return objective.crops.augment_on_device(groups, DEVICE)
 
             def step(number: int, trainer: Any = trainer, augment: Any = augment) -> float:
                 return trainer.take_step(number, (augment() for _ in range(1)))["loss"]

@@ -137,19 +137,23 @@ class Candidate:
         return permanent + peak_mebibytes(lambda: self.take_step(self.steps), self.device)
 
 
-def ours(setting: Setting, recipe: OptimizerRecipe, groups: Any) -> tuple[Candidate, Trainer]:
+def build_suite_candidate(
+    setting: Setting, recipe: OptimizerRecipe, groups: Any
+) -> tuple[Candidate, Trainer]:
     crops, device, learner = setting.objective.crops, setting.device, setting.learner()
     trainer = Trainer(learner, recipe, setting.train, TIMELINE, TrainingRanks(device=device))
 
     def take_step(step: int) -> object:
-        return trainer.take_step(step, (crops.finish(part, device) for part in [groups]))
+        return trainer.take_step(step, (crops.augment_on_device(part, device) for part in [groups]))
 
     return Candidate(take_step, [learner], trainer.optimizer, device), trainer
 
 
-def plain(setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]]) -> Candidate:
+def build_plain_candidate(
+    setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]]
+) -> Candidate:
     dino = PlainDino(setting.learner(), setting.device, fused_attention=setting.fused_attention)
-    finished = setting.objective.crops.finish(groups, torch.device("cpu"))
+    finished = setting.objective.crops.augment_on_device(groups, torch.device("cpu"))
     crops = [view for group in finished for view in group.split(setting.batch)]
     if setting.device.type == "cuda":
         crops = [crop.pin_memory() for crop in crops]
@@ -166,12 +170,16 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
     The loops take turns, and each of them has `turns` turns. Return one table row for each loop.
     """
     groups = setting.groups()
-    adamw, trainer = ours(setting, AdamW(), groups)
-    soap, _ = ours(setting, SOAP_RECIPE, groups)
-    candidates = {PLAIN: plain(setting, groups, trainer.values), ADAMW: adamw, SOAP: soap}
+    adamw, trainer = build_suite_candidate(setting, AdamW(), groups)
+    soap, _ = build_suite_candidate(setting, SOAP_RECIPE, groups)
+    candidates = {
+        PLAIN: build_plain_candidate(setting, groups, trainer.scheduled_values),
+        ADAMW: adamw,
+        SOAP: soap,
+    }
     if setting.device.type == "cpu":
-        low, _ = ours(replace(setting, precision="bfloat16"), AdamW(), groups)
-        compiled, _ = ours(replace(setting, compile=True), AdamW(), groups)
+        low, _ = build_suite_candidate(replace(setting, precision="bfloat16"), AdamW(), groups)
+        compiled, _ = build_suite_candidate(replace(setting, compile=True), AdamW(), groups)
         candidates |= {LOW: low, COMPILED: compiled}
     for candidate in candidates.values():
         # The first steps compile the model and build the bases of SOAP.
@@ -181,7 +189,7 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
 
     def augment() -> None:
         for _ in range(PERIOD):
-            setting.objective.crops.finish(groups, setting.device)
+            setting.objective.crops.augment_on_device(groups, setting.device)
 
     for _ in range(turns):
         for candidate in candidates.values():

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ssl_bench.cli.__main__ import main
-from tests.support.faults import expect_error, pretraining, records
+from tests.support.faults import expect_error, make_pretrain_args, records
 
 OWN = str(Path(__file__).parents[1] / "support/own_module.py")
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
@@ -158,7 +158,7 @@ def test_a_dry_run_counts_missing_results_and_writes_nothing(workdir, capsys):
 
 
 def test_dry_runs_of_pretraining_state_the_size_or_the_error(workdir, capsys):
-    words = pretraining(workdir / "photos", "run", "--dry-run")
+    words = make_pretrain_args(workdir / "photos", "run", "--dry-run")
     assert main(words) == 0
 
     out = capsys.readouterr().out

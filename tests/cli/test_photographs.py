@@ -17,13 +17,13 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.models.loading.addresses import expand_addresses
 from tests.support.faults import (
+    corrupt_file,
     encoder_file,
     expect_error,
+    make_probe_args,
     photo_folder,
     picture,
-    probing,
     records,
-    spoil,
 )
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)
@@ -58,14 +58,16 @@ def rows_by_log() -> dict[str, dict[str, dict]]:
 def test_unreadable_images_are_found_before_a_model_is_loaded(workdir, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     photos = photo_folder(workdir / "photos", 5)
-    spoil(photos / "1.jpg", "half")
-    spoil(photos / "3.jpg", "empty")
+    corrupt_file(photos / "1.jpg", "half")
+    corrupt_file(photos / "3.jpg", "empty")
     (photos / "phone.HEIC").write_bytes(HEIC)
     for name in ("a.NEF", "sub/b.nef", "notes.txt", ".hidden"):
         (photos / name).parent.mkdir(exist_ok=True)
         (photos / name).write_bytes(b"II*\0")
 
-    words = [word.replace("pca", "pca,tokencut") for word in probing("pca", "folder", photos)]
+    words = [
+        word.replace("pca", "pca,tokencut") for word in make_probe_args("pca", "folder", photos)
+    ]
     assert main(words) == 0
 
     lines = capsys.readouterr().err.splitlines()
@@ -105,7 +107,7 @@ def test_a_second_command_decodes_no_image_to_check_it(workdir, capsys, monkeypa
         # The cache ignores files that were written a moment ago.
         os.utime(path, (time.time() - 3600,) * 2)
     monkeypatch.setattr("ssl_bench.data.files.fingerprints.RACY_NS", -(10**12))
-    words = probing("pca", "folder", photos, "--dry-run")
+    words = make_probe_args("pca", "folder", photos, "--dry-run")
     assert main(words) == 0
 
     def read(*_, **__):
@@ -161,7 +163,7 @@ def test_fingerprints_change_only_with_the_pixels(tmp_path):
 
 def test_only_new_photographs_are_searched(workdir):
     photos = photo_folder(workdir / "photos", 5)
-    words = probing("tokencut", "folder", photos, "--pictures", "0")
+    words = make_probe_args("tokencut", "folder", photos, "--pictures", "0")
     assert main(words) == 0
     picture(77).save(photos / "2.jpg", quality=95)
     picture(78).save(photos / "new.jpg", quality=95)
@@ -189,7 +191,7 @@ def test_only_new_photographs_are_searched(workdir):
 
 def test_figures_are_drawn_for_images_from_the_whole_dataset(workdir, capsys):
     photos = photo_folder(workdir / "photos", 12)
-    words = probing("tokencut", "folder", photos, "--pictures", "3")
+    words = make_probe_args("tokencut", "folder", photos, "--pictures", "3")
 
     assert main(words) == 0
 
@@ -214,13 +216,13 @@ def test_checkpoints_are_separated_by_commas(workdir, capsys):
         stated: [stated],
     }.items():
         assert expand_addresses([text]) == found
-    words = probing("pca", "folder", photo_folder(workdir / "photos", 1))
+    words = make_probe_args("pca", "folder", photo_folder(workdir / "photos", 1))
     both = [word.replace("encoder.safetensors", "encoder.safetensors,no.pth") for word in words]
     assert "no.pth" in expect_error(capsys, both, 4)
 
 
 def test_a_check_of_photographs_lists_the_unreadable_ones(workdir, capsys):
-    spoil(photo_folder(workdir / "photos") / "1.jpg", "half")
+    corrupt_file(photo_folder(workdir / "photos") / "1.jpg", "half")
     words = ["data", "check", "folder", "--data-root", "photos"]
 
     assert main(words) == 3
@@ -238,7 +240,7 @@ def test_a_check_of_photographs_lists_the_unreadable_ones(workdir, capsys):
 
 
 def test_maps_of_two_sizes_are_in_different_folders(workdir):
-    words = probing("pca", "folder", photo_folder(workdir / "photos", 1))
+    words = make_probe_args("pca", "folder", photo_folder(workdir / "photos", 1))
     for size in (32, 48):
         assert main([w.replace("image_size=32", f"image_size={size}") for w in words]) == 0
 

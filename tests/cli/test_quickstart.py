@@ -10,7 +10,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from tests.cli.test_sweep import planned
 from tests.support.faults import unchecked_types
-from tests.support.report_cells import cell, skipless
+from tests.support.report_cells import build_record, skipless
 
 SMALL_VALUES = {
     "--limit": "4",
@@ -49,7 +49,12 @@ def test_finished_runs_are_kept_and_interrupted_ones_start_again(
     run = tmp_path / quickstart.MODEL
     store = ResultStore(tmp_path / "results")
     other = {"settings": {"tau": 0.3}, "changed": {"tau": 0.3}}
-    for record in (cell(), skipless(layer=2), cell(metric="iou", layer=1), cell(**other, layer=5)):
+    for record in (
+        build_record(),
+        skipless(layer=2),
+        build_record(metric="iou", layer=1),
+        build_record(**other, layer=5),
+    ):
         store.save(record)
     if existing:
         run.mkdir()

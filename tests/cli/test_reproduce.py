@@ -37,8 +37,8 @@ from ssl_bench.tables.published import PublishedTable, load_published_tables
 from ssl_bench.tables.run_logs import read_run_measure
 from tests.support.faults import photo_folder, picture, unchecked_types, voc
 from tests.support.faults import records as recorded
-from tests.support.places import one_of
 from tests.support.runs import log_rows
+from tests.support.torchrun import set_torchrun_env
 from tests.support.without_torch import stdout_without_torch
 
 LENGTHS = [warmup.key for warmup in INITIAL_PHASES]
@@ -166,7 +166,7 @@ def test_gpus_need_print_and_several_processes_are_refused(monkeypatch, capsys):
     single += [["--print", "--gpus", "2", "--device", "cpu"]]
     hints = [hint_for(*words) for words in single]
     with monkeypatch.context() as patch:
-        one_of(patch, 2, LOCAL_RANK="0")
+        set_torchrun_env(patch, 2, LOCAL_RANK="0")
         hints.append(hint_for("--run", "data.root=images"))
 
     for words in hints:

@@ -39,7 +39,7 @@ from tests.support.faults import (
     unchecked_types,
     voc,
 )
-from tests.support.places import one_of
+from tests.support.torchrun import set_torchrun_env
 
 PHOTOS = ["--task", "pca", "--dataset", "folder", "--data-root", "photos"]
 PHOTOS += ["probe.image_size=32", "probe.panels=1"]
@@ -326,7 +326,7 @@ def test_jobs_are_split_by_block_if_there_are_too_few(workdir, capsys):
 
 @pytest.mark.parametrize("command", ["probe", "sweep", "features"])
 def test_one_of_several_processes_is_refused(workdir, capsys, monkeypatch, command):
-    one_of(monkeypatch, 4)
+    set_torchrun_env(monkeypatch, 4)
     more = ["--out", "there"] if command == "features" else PHOTOS[:2]
 
     said = expect_error(capsys, [command, *more, *PHOTOS[2:6], "--checkpoint", "runs/one"], 2)

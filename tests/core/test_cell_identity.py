@@ -28,11 +28,11 @@ from tests.support.faults import (
     TINY,
     class_folders,
     encoder_file,
-    probing,
+    make_probe_args,
     records,
     voc,
 )  # fmt: skip
-from tests.support.report_cells import cell
+from tests.support.report_cells import build_record
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def values(out: str = "results") -> dict[str, float]:
 
 def test_results_after_swapping_training_classes_are_not_compared(workdir, capsys):
     encoder_file(Path("other.safetensors"), seed=1)
-    probe = probing("knn", "class_folders", workdir / "classes")
+    probe = make_probe_args("knn", "class_folders", workdir / "classes")
     other = [word.replace("encoder.", "other.") for word in probe]
     assert main(probe) == main([*other, "--out", "both"]) == main([*probe, "--out", "both"]) == 0
     assert main(["compare", "encoder", "other", "--out", "both"]) == 0
@@ -198,7 +198,7 @@ def test_a_replaced_checkpoint_is_compared_again(workdir):
 
 
 def test_dtype_is_part_of_the_key(workdir):
-    probe = probing("knn", "class_folders", workdir / "classes")
+    probe = make_probe_args("knn", "class_folders", workdir / "classes")
 
     assert main(probe) == main([*probe, "dtype=bfloat16"]) == 0
 
@@ -207,7 +207,7 @@ def test_dtype_is_part_of_the_key(workdir):
 
 
 def test_records_in_the_old_format_are_ignored_and_reported(workdir, capsys):
-    probe = probing("knn", "class_folders", workdir / "classes")
+    probe = make_probe_args("knn", "class_folders", workdir / "classes")
     assert main(probe) == 0
     paths = sorted(Path("results/records").rglob("*.json"))
     for path in paths:
@@ -237,7 +237,7 @@ def outdated_lines(capsys) -> list[str]:
 
 @pytest.mark.parametrize("version", ["metric", "pipeline"])
 def test_outdated_results_are_ignored_and_computed_again(workdir, capsys, monkeypatch, version):
-    probe = probing("knn", "class_folders", workdir / "classes")
+    probe = make_probe_args("knn", "class_folders", workdir / "classes")
     assert main(probe) == 0
     before = records()
     assert main(["table", "--pack"]) == 0
@@ -277,7 +277,7 @@ def test_outdated_results_are_ignored_and_computed_again(workdir, capsys, monkey
 def test_a_table_leaves_out_results_of_versions_below_the_newest(tmp_path, task):
     store = ResultStore(tmp_path)
     for layer, version in enumerate((1, 3, 3)):
-        store.save(cell(layer=layer, task=task, metric_version=version))
+        store.save(build_record(layer=layer, task=task, metric_version=version))
 
     assert [record.layer for record in store.records()] == [1, 2]
     assert [record.layer for record in store.outdated] == [0]

@@ -13,7 +13,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
-from tests.support.faults import exit_code, fork, probing
+from tests.support.faults import exit_code, fork, make_probe_args
 
 WRITERS = 4
 
@@ -46,7 +46,7 @@ def test_parallel_writers_lose_no_result(workdir):
 @pytest.mark.slow
 def test_parallel_commands_write_every_result_once(workdir):
     def sweep(layers: str) -> int:
-        return main(probing("pca", "folder", workdir / "photos", "--layer", layers))
+        return main(make_probe_args("pca", "folder", workdir / "photos", "--layer", layers))
 
     sweeps = [
         fork(lambda n=n: sweep(n), stderr=workdir / f"said{n}") for n in ("0", "1", "0,1", "1,0")

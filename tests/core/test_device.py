@@ -37,7 +37,7 @@ from ssl_bench.system.process import (
     source_commit,
     use_passive_openmp_waiting,
 )
-from tests.support.places import one_of
+from tests.support.torchrun import set_torchrun_env
 from tests.support.without_torch import REPOSITORY
 
 
@@ -66,7 +66,7 @@ def test_the_requested_device_becomes_the_current_one(two_gpus):
 
 
 def test_each_process_of_torchrun_has_its_own_device(two_gpus, monkeypatch):
-    one_of(monkeypatch, 4, RANK="3", LOCAL_RANK="3")
+    set_torchrun_env(monkeypatch, 4, RANK="3", LOCAL_RANK="3")
 
     assert choose_device(None) == choose_device("cuda") == torch.device("cuda", 3)
     assert choose_device("cpu") == torch.device("cpu")

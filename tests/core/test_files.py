@@ -37,7 +37,14 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
-from tests.support.faults import exit_code, expect_error, fork, photo_folder, pretraining, probing
+from tests.support.faults import (
+    exit_code,
+    expect_error,
+    fork,
+    make_pretrain_args,
+    make_probe_args,
+    photo_folder,
+)
 from tests.support.without_torch import REPOSITORY
 
 
@@ -101,7 +108,7 @@ def test_commands_name_a_pipe_or_device_without_waiting(workdir, capsys, make):
     if make is Path.mkdir:
         pytest.skip("folders are searched for images")
 
-    assert "more/x.jpg" in expect_error(capsys, probing("pca", "folder", photos), 3)
+    assert "more/x.jpg" in expect_error(capsys, make_probe_args("pca", "folder", photos), 3)
     with pytest.raises(DataError, match=r"x\.jpg"):
         write_manifest(photos, workdir / "list")
 
@@ -255,8 +262,8 @@ def test_files_of_the_user_are_never_removed(workdir):
     (home / "pictures" / OURS).mkdir()
     before = sorted(workdir.rglob("*"))
 
-    assert main(probing("pca", "folder", workdir / "photos", "--out", "home")) == 0
-    assert main(pretraining(workdir / "photos", "home", "train.max_minutes=0.0")) == 0
+    assert main(make_probe_args("pca", "folder", workdir / "photos", "--out", "home")) == 0
+    assert main(make_pretrain_args(workdir / "photos", "home", "train.max_minutes=0.0")) == 0
 
     assert set(before) <= set(workdir.rglob("*"))
     assert (outside / OURS).read_text() == "mine"

@@ -1,4 +1,4 @@
-"""Test that planted faults fit the current code, and that faults caught by tests are recognised."""
+"""Test that mutants fit the current code, and that mutants caught by tests are recognised."""
 
 import subprocess
 import sys
@@ -9,20 +9,20 @@ import yaml
 
 from tests import mutants
 
-FAULTS = mutants.load_faults(mutants.ROOT / "tests/mutants.yaml")
+MUTANTS = mutants.load_mutants(mutants.ROOT / "tests/mutants.yaml")
 
 
-def test_planted_faults_match_the_code():
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
-    for fault in FAULTS:
-        assert fault.old in (mutants.ROOT / fault.file).read_text(), fault.name
-        assert fault.old != fault.new, fault.name
-        assert fault.tests, fault.name
-        assert all((mutants.ROOT / name).exists() for name in fault.tests), fault.name
+def test_mutants_match_the_code():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    for mutant in MUTANTS:
+        assert mutant.old in (mutants.ROOT / mutant.file).read_text(), mutant.name
+        assert mutant.old != mutant.new, mutant.name
+        assert mutant.tests, mutant.name
+        assert all((mutants.ROOT / name).exists() for name in mutant.tests), mutant.name
 
 
 @pytest.mark.slow
-def test_only_caught_faults_are_called_caught(tmp_path):
+def test_only_caught_mutants_are_called_caught(tmp_path):
     cases = {
         "caught": ("2 * x", "3 * x", "double"),
         "survives": ("2 * x", "x * x", "double"),
@@ -31,7 +31,7 @@ def test_only_caught_faults_are_called_caught(tmp_path):
         "has_a_broken_test": ("2 * x", "3 * x", "broken"),
         "has_a_broken_import": ("2 * x", "3 * x", "import"),
     }
-    faults = [
+    specs = [
         {"name": name, "file": "doubling.py", "old": old, "new": new}
         | {"tests": [f"tests/test_{test}.py"]}
         for name, (old, new, test) in cases.items()
@@ -44,7 +44,7 @@ def test_only_caught_faults_are_called_caught(tmp_path):
         ),
         "tests/test_broken.py": "def test_broken():\n    assert False\n",
         "tests/test_import.py": "import nothing_of_this_name\n",
-        "tests/mutants.yaml": yaml.safe_dump(faults),
+        "tests/mutants.yaml": yaml.safe_dump(specs),
         "tests/mutants.py": Path(mutants.__file__).read_text(),
     }
     (tmp_path / "tests").mkdir()
@@ -68,8 +68,8 @@ def test_only_caught_faults_are_called_caught(tmp_path):
             "survives": "SURVIVED",
             "is_absent": "OLD TEXT NOT FOUND",
             "breaks_the_import": "caught by tests/test_double.py",
-            "has_a_broken_test": "tests/test_broken.py::test_broken FAILS WITHOUT THE FAULT",
-            "has_a_broken_import": "tests/test_import.py FAILS WITHOUT THE FAULT",
+            "has_a_broken_test": "tests/test_broken.py::test_broken FAILS WITHOUT THE MUTANT",
+            "has_a_broken_import": "tests/test_import.py FAILS WITHOUT THE MUTANT",
         },
     )
     assert run("caught")[0] == 0

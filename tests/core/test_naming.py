@@ -20,10 +20,10 @@ from ssl_bench.system.files import (
 from tests.support.faults import (
     encoded,
     encoder_file,
+    make_probe_args,
     mask,
     paired_folders,
     picture,
-    probing,
     records,
 )
 
@@ -69,7 +69,7 @@ def test_images_with_the_longest_names_are_probed_and_drawn(workdir, stem, task)
         path.unlink()
     picture(5).save(photos / f"{stem}.jpg")
 
-    assert main(probing(task, "folder", photos)) == 0
+    assert main(make_probe_args(task, "folder", photos)) == 0
 
     figures = [path for path in Path("results/pictures").rglob("*.png") if stem[:60] in path.name]
     assert figures
@@ -80,7 +80,9 @@ def test_models_and_datasets_with_long_names_are_recorded(workdir, capsys):
     run = encoder_file(workdir / model / "last.safetensors")
     mask_png = encoded("PNG", Image.fromarray(mask() // 8 % 2))
     paired_folders(workdir, {"train": "012", "val": "34"}, content=mask_png)
-    words = probing("segmentation", "paired_folders", workdir, f"dataset.name='{dataset * 2}'")
+    words = make_probe_args(
+        "segmentation", "paired_folders", workdir, f"dataset.name='{dataset * 2}'"
+    )
     words[words.index("encoder.safetensors")] = str(run.parent)
 
     assert main([*words, "dataset.class_names=[no,yes]", "probe.panels=1"]) == 0

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from ssl_bench.cli.__main__ import main
 from ssl_bench.system import output
 from ssl_bench.system.output import format_duration, say, show_progress
-from tests.support.faults import encoder_file, exit_code, fork, photo_folder, probing
-from tests.support.places import one_of
+from tests.support.faults import encoder_file, exit_code, fork, make_probe_args, photo_folder
+from tests.support.torchrun import set_torchrun_env
 
 
 def run_on_a_terminal(work: Callable[[], object]) -> str:
@@ -107,7 +107,7 @@ def test_the_rate_of_a_bar_ignores_the_first_item(monkeypatch):
 def test_commands_show_a_bar_on_a_terminal_only(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors")
-    words = probing("pca", "folder", photo_folder(tmp_path / "photos", 3), "--overwrite")
+    words = make_probe_args("pca", "folder", photo_folder(tmp_path / "photos", 3), "--overwrite")
 
     assert main(words) == 0
     out, err = capfd.readouterr()
@@ -165,7 +165,7 @@ def test_a_process_forked_while_a_thread_prints_can_print():
 
 
 def test_only_the_first_process_prints(capsys, monkeypatch):
-    one_of(monkeypatch, 2, RANK="1")
+    set_torchrun_env(monkeypatch, 2, RANK="1")
     items = [1, 2]
 
     say("a line")

@@ -17,7 +17,7 @@ from ssl_bench.data.layouts.toy_depth import RoomPainter, ToyDepth
 from ssl_bench.data.samples import Dataset
 from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import ConfigurationError, DataError
-from tests.support.repainting import assert_fingerprint_depends_on
+from tests.support.fingerprints import assert_fingerprint_depends_on
 
 NUMBERS = [[0, 1, 1234], [65535, 2500, 9]]
 IDS = {"train": ("hall/00002", "hall/00010"), "test": ("kitchen/00000",)}

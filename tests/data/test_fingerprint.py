@@ -40,15 +40,15 @@ from tests.support.faults import (
     exit_code,
     expect_error,
     fork,
+    make_pretrain_args,
+    make_probe_args,
     paired_folders,
     photo_folder,
     picture,
-    pretraining,
-    probing,
     records,
     voc,
 )
-from tests.support.repainting import repaint, settle
+from tests.support.fingerprints import repaint, settle
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -189,7 +189,7 @@ def test_sizes_and_times_are_trusted_only_on_request(tmp_path, files_read):
 
 
 def test_results_by_sizes_and_times_are_kept_apart(workdir, capsys):
-    words = probing("pca", "folder", workdir / "photos")
+    words = make_probe_args("pca", "folder", workdir / "photos")
     assert main([*words, "data.fingerprint=stat"]) == 0
     assert "identified by size and time" in capsys.readouterr().out
     assert main(words) == 0
@@ -202,7 +202,7 @@ def test_results_by_sizes_and_times_are_kept_apart(workdir, capsys):
 
 
 def test_a_run_does_not_resume_with_changed_images(workdir, capsys):
-    run = pretraining(
+    run = make_pretrain_args(
         workdir / "photos", "run", "train.max_minutes=0.0", "objective.crops.num_locals=0"
     )
     by_stat = [*run, "data.fingerprint=stat"]
@@ -327,7 +327,11 @@ def test_an_interrupt_keeps_the_computed_digests(
         return read(part)
 
     monkeypatch.setattr(fingerprints, "_read", read_slowly)
-    words = probing("pca", "folder", root) if command == "probe" else pretraining(root, "run")
+    words = (
+        make_probe_args("pca", "folder", root)
+        if command == "probe"
+        else make_pretrain_args(root, "run")
+    )
     child = fork(lambda: main(words), stderr=workdir / "stderr")
     deadline = time.monotonic() + 30
     while not (workdir / "slow").exists() and time.monotonic() < deadline:

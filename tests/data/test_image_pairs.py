@@ -17,7 +17,7 @@ from ssl_bench.data.samples import Dataset
 from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import DataError
 from tests.support.faults import picture
-from tests.support.repainting import assert_fingerprint_depends_on
+from tests.support.fingerprints import assert_fingerprint_depends_on
 from tests.support.spair import PAIRS, SOURCE_SIZE, TARGET_SIZE, spair, write_annotation
 
 # SPair-71k.

@@ -24,7 +24,7 @@ from ssl_bench.data.samples import Dataset, RetrievalTarget
 from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import DataError
 from tests.support.faults import picture
-from tests.support.repainting import assert_fingerprint_depends_on
+from tests.support.fingerprints import assert_fingerprint_depends_on
 
 NAMES = ("100000", "100001", "100002", "100100", "100101", "100201")
 EASY, HARD, JUNK = [1, 2], [0], [3]

@@ -28,7 +28,7 @@ from ssl_bench.data.splits import (
     require_disjoint,
 )
 from ssl_bench.errors import ConfigurationError
-from tests.support.faults import class_folders, photo_folder, probing, records, voc
+from tests.support.faults import class_folders, make_probe_args, photo_folder, records, voc
 
 IDS = [f"{number:02d}" for number in range(10)]
 
@@ -112,7 +112,7 @@ def test_first_images_are_the_leading_ones_under_their_own_name(tmp_path):
 
 
 def test_results_of_limited_images_have_their_own_name(workdir, capsys):
-    words = probing("pca", "folder", workdir / "photos")
+    words = make_probe_args("pca", "folder", workdir / "photos")
 
     assert main(words) == main([*words, "--limit", "2"]) == main([*words, "data.first=2"]) == 0
     capsys.readouterr()
@@ -127,7 +127,7 @@ def test_pretraining_with_a_limit_is_another_run(tmp_path):
     root = str(photo_folder(tmp_path / "photos"))
     few, whole = (DataOptions(root=root, limit=limit) for limit in (3, None))
 
-    assert (few.open().ids, len(whole.open())) == (("0.jpg", "1.jpg", "2.jpg"), 4)
+    assert (few.find_images().ids, len(whole.find_images())) == (("0.jpg", "1.jpg", "2.jpg"), 4)
     assert "data.limit: 3 -> None" in find_differences(
         {"data": describe(few)}, {"data": describe(whole)}
     )

@@ -18,7 +18,7 @@ from ssl_bench.data.files.images import voc_colours
 from ssl_bench.data.layouts.toy_video import NUM_FRAMES, ToyVideo
 from ssl_bench.data.layouts.videos import Davis, FrameFolders
 from ssl_bench.errors import ConfigurationError, DataError
-from tests.support.repainting import assert_fingerprint_depends_on
+from tests.support.fingerprints import assert_fingerprint_depends_on
 
 SIZE = (48, 32)  # Width and height.
 

@@ -13,7 +13,7 @@ from pretrain.crops.multi import MultiCrop
 from ssl_bench.cli.__main__ import main
 from tests.device.runs import WALKS, pretraining, scores
 from tests.support.objectives import OBJECTIVES
-from tests.support.runs import end_after_parts, log_rows
+from tests.support.runs import interrupt_at_micro_batch, log_rows
 from tests.support.simulated_cuda import is_simulated
 
 pytestmark = [
@@ -86,7 +86,7 @@ def test_a_stopped_run_continues_on_the_device(photos, monkeypatch):
     arguments.append("train.max_steps=5")
     assert main([*arguments, "--out", "whole"]) == 0
     with monkeypatch.context() as patch:
-        end_after_parts(patch, MultiCrop, 2)
+        interrupt_at_micro_batch(patch, MultiCrop, 2)
         assert main([*arguments, "--out", "cut"]) == 75
     assert main([*arguments, "--out", "cut", "--resume"]) == 0
     assert log_rows("cut") == log_rows("whole")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.benchmarks.evidence.claims import CLAIMS
-from tests.benchmarks.evidence.rows import ROWS, names_of, probes_of, rate_run, seed_run
-from tests.benchmarks.evidence.verdicts import able_starts, over_seeds, verdict
+from tests.benchmarks.evidence.rows import EXPERIMENTS, names_of, probes_of, rate_run, seed_run
+from tests.benchmarks.evidence.verdicts import compute_seed_interval, find_trainable_runs, verdict
 
 CLAIM = {claim.name: claim for claim in CLAIMS}
 
@@ -21,19 +21,19 @@ def make_run(score, hits=None, metric="top1"):
     return {**run, "hits": {"images": len(hits), "bits": bits}}
 
 
-def make_runs(row, scores):
+def make_runs(experiment, scores):
     """Return made-up results of the training runs of an experiment, by the name of the run.
 
     Args:
-        row: Name of the experiment.
+        experiment: Name of the experiment.
         scores: Score of each seed, by the name of the training variant that the experiment
             compares. If there are fewer scores than seeds, they are repeated. Missing variants get
             the score 0.
     """
-    runs = {name: make_run(0.0) for name in names_of(row, ROWS[row].arms)}
-    for arm, values in scores.items():
-        for seed, value in zip(ROWS[row].seeds, cycle(values)):
-            runs[seed_run(row, arm, seed)] = make_run(value)
+    runs = {name: make_run(0.0) for name in names_of(experiment, EXPERIMENTS[experiment].variants)}
+    for variant, values in scores.items():
+        for seed, value in zip(EXPERIMENTS[experiment].seeds, cycle(values)):
+            runs[seed_run(experiment, variant, seed)] = make_run(value)
     return runs
 
 
@@ -48,7 +48,7 @@ SKIPLESS = {
 
 
 @pytest.mark.parametrize(
-    ("claim", "scores", "word"),
+    ("claim", "scores", "outcome"),
     [
         # Differences of 1 and 9 have the interval 5 +- 51. It refutes V1 and leaves V2 undecided.
         ("V1", {**POSITIONS, "mimetic": (60.0, 60.3)}, "supported"),
@@ -62,8 +62,8 @@ SKIPLESS = {
         ("V4a", {**SKIPLESS, "skipless_default_soap": (70.0, 70.1)}, "refuted"),
     ],
 )
-def test_scores_over_seeds_decide_a_claim(claim, scores, word):
-    assert verdict(CLAIM[claim], make_runs(CLAIM[claim].row, scores)).word == word
+def test_scores_over_seeds_decide_a_claim(claim, scores, outcome):
+    assert verdict(CLAIM[claim], make_runs(CLAIM[claim].experiment, scores)).outcome == outcome
 
 
 def test_weighted_contrasts_and_hours_equal_a_count_by_hand():
@@ -73,51 +73,54 @@ def test_weighted_contrasts_and_hours_equal_a_count_by_hand():
     # and 1.9 points are lost.
     assert [one.value for one in result.measurements] == pytest.approx([20.1, 18.15])
     # Nine first runs and six runs with seeds took half an hour each.
-    assert (result.word, result.seeds, result.hours) == ("supported", 2, 7.5)
+    assert (result.outcome, result.seeds, result.hours) == ("supported", 2, 7.5)
 
 
 @pytest.mark.parametrize(
-    ("layer", "interval", "word"),
+    ("layer", "interval", "outcome"),
     [
         (5, (-1.0, 3.0), "undecided"),
         (5, (-3.0, -1.0), "refuted"),
         (2, (-3.0, -1.0), "supported"),
     ],
 )
-def test_blocks_from_three_on_must_be_above_random_weights(layer, interval, word):
-    runs = {name: make_run(2.0, metric="loss") for name in names_of("dino", ROWS["dino"].arms)}
-    for arm in ROWS["dino"].arms:
+def test_blocks_from_three_on_must_be_above_random_weights(layer, interval, outcome):
+    runs = {
+        name: make_run(2.0, metric="loss")
+        for name in names_of("dino", EXPERIMENTS["dino"].variants)
+    }
+    for variant in EXPERIMENTS["dino"].variants:
         blocks = dict.fromkeys(range(12), (1.0, 3.0))
-        if arm == "skipless_soap":
+        if variant == "skipless_soap":
             blocks[layer] = interval
         above = [{"layer": n, "difference": sum(ci) / 2, "ci95": ci} for n, ci in blocks.items()]
-        runs[probes_of(seed_run("dino", arm, 0))] |= {"above_random": above}
-    assert verdict(CLAIM["V6"], runs).word == word
+        runs[probes_of(seed_run("dino", variant, 0))] |= {"above_random": above}
+    assert verdict(CLAIM["V6"], runs).outcome == outcome
 
 
 @pytest.mark.parametrize(
-    ("loss", "best", "word"), [(6.9, "graying", "supported"), (7.1, "published", "refuted")]
+    ("loss", "best", "outcome"), [(6.9, "graying", "supported"), (7.1, "published", "refuted")]
 )
-def test_variants_for_the_longer_run_must_reach_the_published_loss(loss, best, word):
+def test_variants_for_the_longer_run_must_reach_the_published_loss(loss, best, outcome):
     """Test that a variant is chosen only if its loss is at most that of the published variant.
 
     Of several such variants, the one that keeps the patches of an image most different is chosen.
     Here, this is the variant `graying`, unless its loss is too high.
     """
     runs = {}
-    for arm in ROWS["apart"].arms:
-        merged = (10.0, 30.0) if arm == "graying" else (90.0, 90.0)
-        run = make_run({"published": 7.0, "graying": loss}.get(arm, 8.0), metric="loss")
+    for variant in EXPERIMENTS["apart"].variants:
+        merged = (10.0, 30.0) if variant == "graying" else (90.0, 90.0)
+        run = make_run({"published": 7.0, "graying": loss}.get(variant, 8.0), metric="loss")
         patches = {"merged": merged, "cosine": [one / 100 for one in merged]}
-        runs[rate_run("apart", arm, 1e-3)] = run | patches
-    assert next(iter(able_starts("apart", "published", runs))) == best
-    assert verdict(CLAIM["V13"], runs).word == word
+        runs[rate_run("apart", variant, 1e-3)] = run | patches
+    assert next(iter(find_trainable_runs("apart", "published", runs))) == best
+    assert verdict(CLAIM["V13"], runs).outcome == outcome
 
 
 def test_the_interval_over_two_seeds_equals_students_interval():
     # The standard error is 1, and the 0.975 quantile of one degree of freedom is 12.706.
-    assert over_seeds([1.0, 3.0]) == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)
-    assert over_seeds([1.0]) is None
+    assert compute_seed_interval([1.0, 3.0]) == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)
+    assert compute_seed_interval([1.0]) is None
 
 
 def test_the_interval_over_images_is_paired():
@@ -126,11 +129,11 @@ def test_the_interval_over_images_is_paired():
     better = worse | (np.cumsum(~worse) <= 100)
     hits = {"skip_soap": better, "skipless_soap": better, "skipless_default_soap": worse}
     runs = make_runs("skipless_deep", {})
-    for arm, values in hits.items():
-        runs[seed_run("skipless_deep", arm, 0)] = make_run(100 * values.mean(), values)
+    for variant, values in hits.items():
+        runs[seed_run("skipless_deep", variant, 0)] = make_run(100 * values.mean(), values)
     result = verdict(CLAIM["V4c"], runs)
     low, high = result.measurements[0].over_images or (0, 0)
     # Without pairing, the standard error of the difference would be 1.6 points.
     assert result.measurements[0].value == pytest.approx(5.0)
     assert 3.9 < low < 5 < high < 6.1
-    assert result.word == "supported"
+    assert result.outcome == "supported"

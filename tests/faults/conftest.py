@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from tests.support.faults import photo_folder, pretraining
+from tests.support.faults import make_pretrain_args, photo_folder
 
 
 @pytest.fixture(scope="session")
 def run_of_one_step(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("begun")
     photos = photo_folder(folder / "photos")
-    assert main(pretraining(photos, str(folder / "run"), "train.max_minutes=0.0")) == 0
+    assert main(make_pretrain_args(photos, str(folder / "run"), "train.max_minutes=0.0")) == 0
     return folder / "run"
 
 
@@ -24,4 +24,4 @@ def begun(workdir: Path, run_of_one_step: Path) -> list[str]:
     The run was stopped after one step. Each time the command is executed, it takes one more step.
     """
     shutil.copytree(run_of_one_step, workdir / "run")
-    return pretraining(workdir / "photos", "run", "train.max_minutes=0.0")
+    return make_pretrain_args(workdir / "photos", "run", "train.max_minutes=0.0")

@@ -34,15 +34,15 @@ from tests.support.faults import (
     check_fault,
     class_folders,
     coco20k,
+    corrupt_file,
     do_nothing,
+    make_pretrain_args,
+    make_supervised_args,
     mask,
     pickled_mark,
     picture,
-    pretraining,
     records,
     save_mask,
-    spoil,
-    supervised,
     voc,
 )
 from tests.support.spair import PAIRS, spair, write_annotation
@@ -197,7 +197,7 @@ PLACES = [
 
 
 def spoilt_photo(how: str) -> Prepare:
-    return lambda folder: spoil(folder / "photos/1.jpg", how)
+    return lambda folder: corrupt_file(folder / "photos/1.jpg", how)
 
 
 def end_photo_early(folder: Path) -> None:
@@ -292,7 +292,7 @@ IMAGES = [
     Fault("half an image with an end marker", end_photo_early, STRICT, 3,
           "photos/1.jpg is damaged", remedy="--on-bad-image skip"),
     Fault("half an image with an end marker to learn from", end_photo_early,
-          shlex.join(pretraining(Path("photos"), "run")), 3, "photos/1.jpg is damaged"),
+          shlex.join(make_pretrain_args(Path("photos"), "run")), 3, "photos/1.jpg is damaged"),
     Fault("a broken link", link_to_nothing, STRICT, 3, "photos/2.jpg"),
     Fault("a broken link to skip", link_to_nothing, PCA, 3, "photos/2.jpg"),
     Fault("a broken link to learn from", link_to_nothing,
@@ -531,8 +531,10 @@ def repeated_image(command: str, how: str, remedy: str = "") -> Fault:
     return Fault(name, partial(repeat_an_image, dataset, how), command, 3, words, ALLOW, remedy)
 
 
-MONITORED = supervised(Path("data"), "run", "monitor.root=monitored", "monitor.accuracy_epochs=1")
-NEIGHBOURS = pretraining(Path("data"), "run", "monitor.knn_epochs=1", "monitor.neighbours=1")
+MONITORED = make_supervised_args(
+    Path("data"), "run", "monitor.root=monitored", "monitor.accuracy_epochs=1"
+)
+NEIGHBOURS = make_pretrain_args(Path("data"), "run", "monitor.knn_epochs=1", "monitor.neighbours=1")
 ALL_REPEATED = f"{KNN} --data-root data"
 OVERLAPS = [
     repeated_image(KNN, "copy", remedy=ALLOW),
@@ -691,12 +693,12 @@ def test_a_command_reports_a_fault_in_one_line(fault, workdir, capsys):
 # Runs.
 
 PHOTOS = Path("photos")
-RESUME = shlex.join([*pretraining(PHOTOS, "run", ONE_STEP), "--resume"])
-FROM_FIRST = shlex.join(pretraining(PHOTOS, "second", ONE_STEP, "init_from=first"))
+RESUME = shlex.join([*make_pretrain_args(PHOTOS, "run", ONE_STEP), "--resume"])
+FROM_FIRST = shlex.join(make_pretrain_args(PHOTOS, "second", ONE_STEP, "init_from=first"))
 MEAN = "data.mean=[0.48145466,0.4578275,0.40821073]"
 SHAPE = ("model.num_heads=3", "model.qkv_bias=False", "model.graying_layers=[0]")
-SKIPPING = shlex.join([*pretraining(PHOTOS, "new"), "--on-bad-image", "skip"])
-WITH_LABELS = supervised(Path("classes"), "labels", ONE_STEP)
+SKIPPING = shlex.join([*make_pretrain_args(PHOTOS, "new"), "--on-bad-image", "skip"])
+WITH_LABELS = make_supervised_args(Path("classes"), "labels", ONE_STEP)
 
 
 def remove_from_state(*names: str) -> Prepare:
@@ -735,14 +737,14 @@ def move_an_image_to_another_class(folder: Path) -> None:
 
 def spoil_all_photos(folder: Path) -> None:
     for path in (folder / "photos").iterdir():
-        spoil(path, "half")
+        corrupt_file(path, "half")
 
 
 def first_run(*settings: str) -> Prepare:
     """Return a function that takes the first step of a pretraining run with the given settings."""
 
     def prepare(_: Path) -> None:
-        assert main([*pretraining(PHOTOS, "first", ONE_STEP), *settings]) == 0
+        assert main([*make_pretrain_args(PHOTOS, "first", ONE_STEP), *settings]) == 0
 
     return prepare
 
@@ -757,8 +759,8 @@ RUNS = [
     *(Fault(f"a state with step {step!r}", partial(set_step, step), RESUME, 4,
             ("run/state.pt", f"{step!r}"), "--overwrite` or `--out FOLDER")
       for step in (-3, "7", None, 1000)),
-    Fault("an empty state", lambda folder: spoil(folder / "run/state.pt", "empty"), RESUME, 4,
-          "state.pt", "--overwrite"),
+    Fault("an empty state", lambda folder: corrupt_file(folder / "run/state.pt", "empty"), RESUME,
+          4, "state.pt", "--overwrite"),
     Fault("a malicious state", write_malicious_state, RESUME, 4, "state.pt"),
     Fault("other images", change_an_image, RESUME, 2, "image_files: "),
     Fault("other classes", move_an_image_to_another_class,

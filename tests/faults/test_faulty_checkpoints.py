@@ -22,8 +22,8 @@ from tests.support.faults import (
     class_folders,
     encoder_file,
     expect_error,
+    make_probe_args,
     peak_memory_mib,
-    probing,
     records,
     voc,
 )
@@ -31,7 +31,7 @@ from tests.support.faults import (
 
 def probe_checkpoint(uri: str | Path) -> list[str]:
     """Return the arguments that run the PCA probe on photographs with the encoder at `uri`."""
-    return probing("pca", "folder", Path("photos"), checkpoint=uri)
+    return make_probe_args("pca", "folder", Path("photos"), checkpoint=uri)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -146,7 +146,7 @@ def test_features_that_are_not_finite_stop_with_layer_and_image(workdir, capsys,
     save_encoder(workdir / "encoder.safetensors", model, {})
     dataset, root = create_data_for(task, workdir)
 
-    message = expect_error(capsys, probing(task, dataset, root), 4)
+    message = expect_error(capsys, make_probe_args(task, dataset, root), 4)
 
     assert "block 1 of encoder" in message
     first = {"folder": "0.jpg", "class_folders": "cat/0.jpg", "voc2012": "t"}[dataset]
@@ -155,7 +155,7 @@ def test_features_that_are_not_finite_stop_with_layer_and_image(workdir, capsys,
     assert first in message
     if task == "pca":
         # The block before it is fine.
-        assert main(probing(task, dataset, root, "--layer", "0")) == 0
+        assert main(make_probe_args(task, dataset, root, "--layer", "0")) == 0
 
 
 @pytest.mark.parametrize("task", CONSTANT)
@@ -168,7 +168,7 @@ def test_constant_features_are_flagged_and_the_metric_is_finite(workdir, task):
     dataset, root = create_data_for(task, workdir)
     facet = ["probe.facet=token"] if task in ("tokencut", "discovery") else []
 
-    assert main(probing(task, dataset, root, *facet)) == 0
+    assert main(make_probe_args(task, dataset, root, *facet)) == 0
 
     detail, value = CONSTANT[task]
     for record in records():

@@ -33,9 +33,9 @@ from tests.support.faults import (
     exit_code,
     expect_error,
     fork,
+    make_pretrain_args,
+    make_probe_args,
     photo_folder,
-    pretraining,
-    probing,
     unchecked_types,
 )
 
@@ -248,7 +248,7 @@ def test_closed_streams_change_only_what_is_printed(workdir):
 
 
 def test_stdout_may_be_full_ascii_or_closed(workdir):
-    assert main(probing("pca", "folder", workdir / "photos")) == 0
+    assert main(make_probe_args("pca", "folder", workdir / "photos")) == 0
     reading, writing = os.pipe()
     os.close(reading)
 
@@ -343,8 +343,10 @@ def test_a_wrong_variable_of_a_launcher_is_named(workdir, capsys, monkeypatch):
         is_single = name == "WORLD_SIZE" and value is None
         words = "RANK is 1, expected 0" if is_single else f"{name} is "
 
-        assert words in expect_error(capsys, pretraining(workdir / "photos", "run"), 2)
-        assert words in expect_error(capsys, probing("pca", "folder", workdir / "photos"), 2)
+        assert words in expect_error(capsys, make_pretrain_args(workdir / "photos", "run"), 2)
+        assert words in expect_error(
+            capsys, make_probe_args("pca", "folder", workdir / "photos"), 2
+        )
 
 
 def test_variables_of_a_single_process_are_accepted(workdir, monkeypatch):
@@ -354,8 +356,8 @@ def test_variables_of_a_single_process_are_accepted(workdir, monkeypatch):
         {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},
     ):
         set_launcher(monkeypatch, **values)
-        assert main([*probing("pca", "folder", workdir / "photos"), "--overwrite"]) == 0
-        assert main([*pretraining(workdir / "photos", "run"), "--dry-run"]) == 0
+        assert main([*make_probe_args("pca", "folder", workdir / "photos"), "--overwrite"]) == 0
+        assert main([*make_pretrain_args(workdir / "photos", "run"), "--dry-run"]) == 0
 
 
 def test_processes_that_cannot_connect_name_the_address(workdir, capsys, monkeypatch):
@@ -363,7 +365,7 @@ def test_processes_that_cannot_connect_name_the_address(workdir, capsys, monkeyp
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
 
-        message = expect_error(capsys, pretraining(workdir / "photos", "run"), 5)
+        message = expect_error(capsys, make_pretrain_args(workdir / "photos", "run"), 5)
 
     assert "MASTER_ADDR=127.0.0.1" in message
 

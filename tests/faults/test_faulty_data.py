@@ -23,19 +23,19 @@ from ssl_bench.errors import DataError
 from tests.faults.test_fault_table import ALLOW, ONE_STEP, coco, voc_box, voc_xml
 from tests.support.faults import (
     class_folders,
+    corrupt_file,
     expect_error,
+    make_pretrain_args,
+    make_probe_args,
+    make_supervised_args,
     mask,
     paired_folders,
     peak_memory_mib,
     photo_folder,
     picture,
     png_of,
-    pretraining,
-    probing,
     records,
     save_mask,
-    spoil,
-    supervised,
     voc,
 )
 from tests.support.runs import log_rows
@@ -72,7 +72,7 @@ def test_flat_boxes_of_coco_are_kept_as_in_lost(workdir, bbox):
     coco(bbox)(workdir / "COCO")
 
     if bbox == [8, 8, 16, 0]:
-        assert main(probing("tokencut", "coco20k", workdir / "COCO")) == 0
+        assert main(make_probe_args("tokencut", "coco20k", workdir / "COCO")) == 0
         (record,) = records()
         assert (record.num_images, record.value) == (1, 0.0)
     boxes = Coco20k(workdir / "COCO").discovery()[0].boxes
@@ -99,14 +99,14 @@ def test_unreadable_images_of_any_split_are_left_out_and_counted(workdir, task, 
     build = {"folder": photo_folder, "class_folders": class_folders, "voc2012": voc}[dataset]
     base, smaller = build(workdir / "a"), build(workdir / "b")
     for name in BROKEN[dataset]:
-        spoil(base / name, how)
+        corrupt_file(base / name, how)
         (smaller / name).unlink()
     for listing in smaller.glob("ImageSets/*/*.txt"):
         kept = [word for word in listing.read_text().split() if word not in ("t1", "v2")]
         listing.write_text("\n".join(kept))
 
-    assert main(probing(task, dataset, workdir / "a", "--on-bad-image", "skip")) == 0
-    assert main(probing(task, dataset, workdir / "b", "--out", "without")) == 0
+    assert main(make_probe_args(task, dataset, workdir / "a", "--on-bad-image", "skip")) == 0
+    assert main(make_probe_args(task, dataset, workdir / "b", "--out", "without")) == 0
 
     skipping = {(r.metric, r.value, r.num_images) for r in records()}
     assert skipping == {(r.metric, r.value, r.num_images) for r in records("without")}
@@ -118,9 +118,9 @@ def test_unreadable_images_of_any_split_are_left_out_and_counted(workdir, task, 
 
 
 def test_results_with_and_without_skipped_images_never_share_a_table(workdir, capsys):
-    skipping = probing("pca", "folder", workdir / "photos", "--on-bad-image", "skip")
+    skipping = make_probe_args("pca", "folder", workdir / "photos", "--on-bad-image", "skip")
     assert main(skipping) == 0
-    spoil(workdir / "photos/1.jpg", "half")
+    corrupt_file(workdir / "photos/1.jpg", "half")
     assert main(skipping) == 0
     capsys.readouterr()
     assert main(["table", "--format", "markdown"]) == 0
@@ -132,7 +132,7 @@ def test_results_with_and_without_skipped_images_never_share_a_table(workdir, ca
     assert "skipping 1 of 1 results" in capsys.readouterr().err
     before = records()
     for number in (0, 2, 3):
-        spoil(workdir / f"photos/{number}.jpg", "html")
+        corrupt_file(workdir / f"photos/{number}.jpg", "html")
     assert "none of the 4 images" in expect_error(capsys, skipping, 3)
     assert records() == before
 
@@ -182,7 +182,7 @@ def test_checksum_lists_of_find_and_binary_mode_are_read(workdir, capsys, mark):
 @pytest.mark.parametrize("side", [10_000, 30_000])
 def test_a_decompression_bomb_is_refused_in_little_memory(workdir, capsys, side):
     photos = workdir / "photos"
-    assert main(probing("pca", "folder", photos)) == 0
+    assert main(make_probe_args("pca", "folder", photos)) == 0
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     packer = zlib.compressobj(9)
     rows = [packer.compress(bytes(1 + 3 * side)) for _ in range(40)]
@@ -191,7 +191,7 @@ def test_a_decompression_bomb_is_refused_in_little_memory(workdir, capsys, side)
 
     with peak_memory_mib() as peak:
         message = expect_error(
-            capsys, probing("pca", "folder", photos, "--on-bad-image", "fail"), 3
+            capsys, make_probe_args("pca", "folder", photos, "--on-bad-image", "fail"), 3
         )
 
     assert "0.png" in message
@@ -223,7 +223,7 @@ def test_masks_without_labels_are_counted_and_metrics_stay_finite(workdir, batch
     # With one image per batch, a batch without labels has no pixel to average over.
     batches = [f"probe.training.batch_size={batch_size}", "probe.training.epochs=40"]
 
-    assert main(probing("segmentation", "voc2012", workdir, *batches)) == 0
+    assert main(make_probe_args("segmentation", "voc2012", workdir, *batches)) == 0
 
     for record in records():
         assert 0 <= record.value <= 100
@@ -246,7 +246,7 @@ def test_images_of_any_size_are_probed_and_boxes_lie_inside(workdir, task):
             text = text.replace("xmax>24<", f"xmax>{width}<").replace("ymax>24<", f"ymax>{height}<")
             annotation.write_text(text)
 
-    assert main(probing(task, "voc2012", workdir)) == 0
+    assert main(make_probe_args(task, "voc2012", workdir)) == 0
 
     assert all(0 <= record.value <= 100 for record in records())
     if task in ("tokencut", "discovery"):
@@ -276,17 +276,17 @@ def flat_class_folders(root: Path) -> Path:
 
 @pytest.mark.parametrize("out", ["photos/results", "photos"])
 def test_written_pictures_are_no_input_of_the_next_command(workdir, capsys, out):
-    assert main(probing("pca", "folder", workdir / "photos", "--out", out)) == 0
+    assert main(make_probe_args("pca", "folder", workdir / "photos", "--out", out)) == 0
 
     assert list((workdir / out).rglob("*.jpg.png"))
-    assert main(probing("correspondence", "folder", workdir / "photos", "--out", out)) == 0
+    assert main(make_probe_args("correspondence", "folder", workdir / "photos", "--out", out)) == 0
     assert {record.num_images for record in records(out)} == {4}
     assert "because ssl-bench wrote" in capsys.readouterr().err
 
 
 def test_written_files_are_recognised_in_any_folder(workdir):
     photos = workdir / "photos"
-    assert main(probing("pca", "folder", photos)) == 0
+    assert main(make_probe_args("pca", "folder", photos)) == 0
     for moved in ("old", "old/kept/deep"):
         shutil.copytree("results/pictures/pca", photos / moved / "any_name")
     shutil.copytree("results", photos / "before", ignore=shutil.ignore_patterns(".ssl-bench-*"))
@@ -310,7 +310,7 @@ def test_written_files_are_recognised_in_any_folder(workdir):
     named = ImageMaskFolders(pairs, class_names=[str(n) for n in range(9)])
     assert len(ClassFolders(classes).train()) == 6
     assert named.train().ids == ("city/a",)
-    assert len(DataOptions(str(classes)).open()) == 12
+    assert len(DataOptions(str(classes)).find_images()) == 12
 
 
 def test_all_tasks_of_a_command_use_the_same_images(workdir, monkeypatch):
@@ -324,14 +324,14 @@ def test_all_tasks_of_a_command_use_the_same_images(workdir, monkeypatch):
 
     monkeypatch.setattr(ImageFolder, "images", images)
 
-    assert main(probing("pca", "folder", photos, "--task", "pca,correspondence")) == 0
+    assert main(make_probe_args("pca", "folder", photos, "--task", "pca,correspondence")) == 0
 
     assert len(calls) == 1
     assert {record.num_images for record in records()} == {5}
 
 
 def test_permission_to_overlap_changes_nothing_without_overlap(workdir, capsys):
-    words = probing("knn", "class_folders", class_folders(workdir / "data"))
+    words = make_probe_args("knn", "class_folders", class_folders(workdir / "data"))
     assert main(words) == 0
 
     assert main([*words, ALLOW]) == 0
@@ -342,15 +342,15 @@ def test_permission_to_overlap_changes_nothing_without_overlap(workdir, capsys):
 def test_classes_below_the_root_are_split_80_to_20(workdir, capsys):
     root = flat_class_folders(workdir / "data")
 
-    assert main(probing("knn", "class_folders", root)) == 0
+    assert main(make_probe_args("knn", "class_folders", root)) == 0
 
     (record,) = {(r.split, r.settings["trained_on"]["split"], r.num_images) for r in records()}
     assert record == ("all:80-100%", "all:0-80%", 2)
     assert "each folder is a class" in capsys.readouterr().err
     halves = ["dataset.train_split=all:0-50%", "dataset.val_split=all:50-100%", "--out", "half"]
-    assert main(probing("knn", "class_folders", root, *halves)) == 0
+    assert main(make_probe_args("knn", "class_folders", root, *halves)) == 0
     assert {r.num_images for r in records("half")} == {6}
-    assert main(probing("pca", "folder", root, "--out", "data/results")) == 0
+    assert main(make_probe_args("pca", "folder", root, "--out", "data/results")) == 0
     assert ClassFolders(root).train().class_names == ("cat", "train")
     for split in ("val", "test"):
         (root / split).mkdir()
@@ -360,18 +360,18 @@ def test_classes_below_the_root_are_split_80_to_20(workdir, capsys):
         shutil.rmtree(root / split)
     for number in range(4):
         (root / "cat" / f"{number}.png").unlink()
-    assert "class cat" in expect_error(capsys, probing("knn", "class_folders", root), 3)
+    assert "class cat" in expect_error(capsys, make_probe_args("knn", "class_folders", root), 3)
 
 
 def test_pretraining_uses_all_classes_below_the_root(workdir, capsys):
     root = flat_class_folders(workdir / "data")
-    assert len(DataOptions(str(root), labels=True).open()) == 10
+    assert len(DataOptions(str(root), labels=True).find_images()) == 10
     # The monitor would score images of the same folder.
-    scored = supervised(root, "run", "monitor.accuracy_epochs=1")
+    scored = make_supervised_args(root, "run", "monitor.accuracy_epochs=1")
     assert "2 of 2 scored images" in expect_error(capsys, scored, 3)
     more = ["monitor.knn_epochs=1", f"monitor.root={root}", "monitor.neighbours=1"]
 
-    words = pretraining(workdir / "photos", "run", *more, "train.max_steps=2")
+    words = make_pretrain_args(workdir / "photos", "run", *more, "train.max_steps=2")
     assert main(words) == 0
 
     assert "knn_top1" in log_rows("run")[-1]
@@ -381,13 +381,15 @@ def test_recommended_splits_use_keys_of_the_command(workdir, capsys):
     data = class_folders(workdir / "data")
     (data / "train").rename(data / "training")
 
-    message = expect_error(capsys, supervised(data, "run"), 3)
+    message = expect_error(capsys, make_supervised_args(data, "run"), 3)
 
     assert f"data.root={data / 'training'}" in message
     assert "dataset." not in message
-    words = [word for word in supervised(data, "run") if word not in ("--data-root", str(data))]
+    words = [
+        word for word in make_supervised_args(data, "run") if word not in ("--data-root", str(data))
+    ]
     assert main([*words, f"data.root={data / 'training'}", ONE_STEP]) == 0
     watched = ["monitor.knn_epochs=1", f"monitor.root={data}"]
-    message = expect_error(capsys, pretraining(data / "training", "other", *watched), 3)
+    message = expect_error(capsys, make_pretrain_args(data / "training", "other", *watched), 3)
     assert "monitor.train_split=training:0-75%" in message
     assert "dataset." not in message

@@ -32,10 +32,10 @@ from tests.support.faults import (
     exit_code,
     expect_error,
     fork,
+    limit_file_size,
     peak_memory_mib,
     picture,
     png_chunk,
-    small_files,
 )
 
 pytestmark = pytest.mark.slow
@@ -143,7 +143,7 @@ def test_web_pages_in_place_of_files_keep_partial_downloads(workdir, server):
 
 def test_a_full_disk_keeps_the_partial_download(workdir, server):
     published = replace(server.publish(CONTENT), size=None)
-    with small_files(CUT), pytest.raises(MachineError, match="File too large"):
+    with limit_file_size(CUT), pytest.raises(MachineError, match="File too large"):
         download(published, Path("file"))
     assert Path("file.part").read_bytes() == CONTENT[:CUT]
     # Without a published size, the size of all bytes follows from those that remain.

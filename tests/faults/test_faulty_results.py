@@ -27,15 +27,15 @@ from tests.support.faults import (
     class_folders,
     encoder_file,
     expect_error,
-    probing,
+    limit_file_size,
+    make_probe_args,
     records,
-    small_files,
     voc,
 )
 from tests.support.report_cells import (
-    cell,
+    build_record,
     files_of,
-    folder_of,
+    get_figures_folder,
     printed_by,
     save,
     save_pictures,
@@ -84,9 +84,9 @@ def save_changed(store: ResultStore, record: Record, changes: dict | str) -> Pat
 
 def test_an_impossible_record_is_named(tmp_path, capsys):
     store = ResultStore(tmp_path)
-    store.save(cell(layer=0))
+    store.save(build_record(layer=0))
     for changes, why in WRONG:
-        path = save_changed(store, cell(layer=1), changes)
+        path = save_changed(store, build_record(layer=1), changes)
 
         message = printed_by(capsys, ["table", "--out", str(store.root)]).splitlines()[-1]
 
@@ -97,8 +97,8 @@ def test_an_impossible_record_is_named(tmp_path, capsys):
 
 def test_all_commands_name_an_invalid_record_and_show_the_others(tmp_path, capsys):
     store = ResultStore(tmp_path / "results")
-    store.save(cell(layer=0))
-    path = save_changed(store, cell(layer=1), {"ci95": [51.0, 52.0]})
+    store.save(build_record(layer=0))
+    path = save_changed(store, build_record(layer=1), {"ci95": [51.0, 52.0]})
     before = files_of(tmp_path)
 
     for words in (["report"], ["table"], ["table", "--pivot", "--best-layer", "oracle"]):
@@ -131,9 +131,9 @@ ERRORS = [
 
 def test_an_error_names_the_invalid_record(tmp_path, capsys):
     store = ResultStore(tmp_path / "results")
-    save(store, cell(layer=0), np.arange(4) < 2)
+    save(store, build_record(layer=0), np.arange(4) < 2)
     other = {"task": "knn", "metric": "top1_k1", "facet": "cls", "dataset": "x", "protocol": "y"}
-    path = save_changed(store, cell(layer=1, **other), {"ci95": [1.0, 2.0]})
+    path = save_changed(store, build_record(layer=1, **other), {"ci95": [1.0, 2.0]})
     for command, code, word in ERRORS:
         message = expect_error(capsys, [*shlex.split(command), "--out", str(store.root)], code)
 
@@ -145,7 +145,7 @@ def test_an_error_names_the_invalid_record(tmp_path, capsys):
 def test_a_model_name_cannot_lead_out_of_the_report(tmp_path, capsys):
     store = ResultStore(tmp_path / "results")
     for model in ("../../x", "..", "x" * 1000, "\n"):
-        path = store.save(cell(model=model))
+        path = store.save(build_record(model=model))
         before = files_of(tmp_path)
 
         assert printed_by(capsys, ["report", "--out", str(store.root)]).count("\n") == 1
@@ -165,18 +165,18 @@ def test_a_task_name_cannot_lead_out_of_the_results(tmp_path):
     for name in (*names, "a\\b", "\ud800"):
         for field in ("task", "facet", "metric"):
             with pytest.raises(DataError):
-                store.save(replace(cell(), **{field: name}), np.zeros(60, bool))
+                store.save(replace(build_record(), **{field: name}), np.zeros(60, bool))
     assert list(tmp_path.iterdir()) == []
     for name in names:
-        path = store.save(replace(cell(), dataset=name))
+        path = store.save(replace(build_record(), dataset=name))
         assert path.resolve().parents[2] == (store.root / "records").resolve()
 
 
 def test_pickled_per_image_values_are_never_run(tmp_path, capsys):
     store, mark = ResultStore(tmp_path), tmp_path / "mark"
-    save(store, cell(), np.arange(4) < 2)
+    save(store, build_record(), np.arange(4) < 2)
     save(store, skipless(), np.arange(4) < 2)
-    path = store.per_image_path(cell())
+    path = store.per_image_path(build_record())
     np.savez(path.open("wb"), np.array([Mark(mark)] * 4, dtype=object))
 
     assert str(path) in printed_by(capsys, ["report", "--out", str(tmp_path)])
@@ -192,7 +192,9 @@ def test_encoders_of_the_same_name_are_distinguished_in_tables(workdir, capsys):
     for seed, folder in enumerate(("one", "other")):
         (workdir / folder / "run").mkdir(parents=True)
         encoder_file(workdir / folder / "run/last.safetensors", seed=seed)
-        assert main(probing("tokencut", "voc2012", workdir, checkpoint=f"{folder}/run")) == 0
+        assert (
+            main(make_probe_args("tokencut", "voc2012", workdir, checkpoint=f"{folder}/run")) == 0
+        )
     shas = sorted({record.encoder_id for record in records()})
     assert len(shas) == 2
     capsys.readouterr()
@@ -210,7 +212,7 @@ def test_encoders_of_the_same_name_are_distinguished_in_tables(workdir, capsys):
 
 
 def test_an_interval_without_ends_is_not_shown(tmp_path, capsys):
-    ResultStore(tmp_path).save(cell(ci95=(float("nan"), 43.0)))
+    ResultStore(tmp_path).save(build_record(ci95=(float("nan"), 43.0)))
 
     assert main(["table", "--out", str(tmp_path)]) == 0
 
@@ -221,7 +223,7 @@ def test_an_interval_without_ends_is_not_shown(tmp_path, capsys):
 
 def test_means_of_different_numbers_of_seeds_state_them(tmp_path, capsys):
     store = ResultStore(tmp_path)
-    for seed, model in ((0, skipless), (0, cell), (1, cell)):
+    for seed, model in ((0, skipless), (0, build_record), (1, build_record)):
         store.save(model(seed=seed, value=40.0 + seed, ci95=None))
     table = ["table", "--out", str(tmp_path)]
 
@@ -256,7 +258,7 @@ def test_committed_records_agree_with_themselves():
 
 def test_guesses_state_the_values_that_were_used(workdir):
     voc(workdir)
-    words = probing("segmentation", "voc2012", workdir)
+    words = make_probe_args("segmentation", "voc2012", workdir)
     words[words.index("probe.protocol=fast")] = "probe.protocol=cutting_the_skip"
 
     assert main([*words, "probe.crops=resized", "probe.views=2", "probe.train_images=4"]) == 0
@@ -273,7 +275,7 @@ def record_path(record: Record) -> Path:
 
 
 def test_a_damaged_record_is_computed_again(workdir, capsys):
-    words = probing("knn", "class_folders", class_folders(workdir / "classes"))
+    words = make_probe_args("knn", "class_folders", class_folders(workdir / "classes"))
     assert main(words) == 0
     path = next(Path("results").rglob("*top1_k1-*.json"))
     values = {(record.metric, record.value) for record in records()}
@@ -299,12 +301,14 @@ def test_a_damaged_record_is_computed_again(workdir, capsys):
 
 
 def test_a_full_disk_leaves_no_part_of_a_record(workdir, capsys):
-    with small_files(500):
-        assert "results/" in expect_error(capsys, probing("pca", "folder", workdir / "photos"), 5)
-    assert main(probing("pca", "folder", workdir / "photos")) == 0
+    with limit_file_size(500):
+        assert "results/" in expect_error(
+            capsys, make_probe_args("pca", "folder", workdir / "photos"), 5
+        )
+    assert main(make_probe_args("pca", "folder", workdir / "photos")) == 0
     (whole,) = records()
 
-    with small_files(300), pytest.raises(MachineError, match="cannot write results/records"):
+    with limit_file_size(300), pytest.raises(MachineError, match="cannot write results/records"):
         ResultStore(Path("results")).save(replace(whole, value=0.0))
 
     assert records() == [whole]
@@ -312,7 +316,7 @@ def test_a_full_disk_leaves_no_part_of_a_record(workdir, capsys):
 
 
 def test_records_of_later_versions_are_read_and_not_computed_again(workdir, capsys):
-    words = probing("pca", "folder", workdir / "photos")
+    words = make_probe_args("pca", "folder", workdir / "photos")
     assert main(words) == 0
     (before,) = records()
     path = record_path(before)
@@ -344,8 +348,8 @@ def probed(tmp_path_factory) -> Path:
         patch.chdir(folder)
         encoder_file(folder / "encoder.safetensors")
         voc(folder)
-        assert main(probing("tokencut", "voc2012", Path(), *ALL)) == 0
-        assert main(probing("retrieval", "voc2012", Path(), *ALL)) == 0
+        assert main(make_probe_args("tokencut", "voc2012", Path(), *ALL)) == 0
+        assert main(make_probe_args("retrieval", "voc2012", Path(), *ALL)) == 0
     return folder
 
 
@@ -402,7 +406,7 @@ def test_mismatched_per_image_values_are_reported_and_not_used(results, capsys, 
     assert err.count(str(path)) == 1
     assert re.findall(r"(?m)^ *(\d+) ", out) == ["1"]
     if damage == "cut":
-        assert main(probing("tokencut", "voc2012", Path(), *ALL, "--overwrite")) == 0
+        assert main(make_probe_args("tokencut", "voc2012", Path(), *ALL, "--overwrite")) == 0
         capsys.readouterr()
         assert main(compare) == 0
         out, err = capsys.readouterr()
@@ -458,7 +462,7 @@ def test_damaged_lines_of_the_discovery_log_are_computed_again(results):
     damaged = [damage(line) for damage, line in zip(LINES.values(), whole, strict=True)]
     log.write_text("\n".join([*lines[: -len(LINES)], *damaged]) + "\n")
 
-    assert main(probing("tokencut", "voc2012", Path(), *ALL)) == 0
+    assert main(make_probe_args("tokencut", "voc2012", Path(), *ALL)) == 0
 
     assert found() == before
     assert log.read_text().splitlines() == [*lines[: -len(LINES)], *damaged, *whole]
@@ -466,7 +470,7 @@ def test_damaged_lines_of_the_discovery_log_are_computed_again(results):
 
 # Links, pipes and files that are no images, among results of unknown origin.
 
-PICTURES = f"pictures/tokencut/toy/{folder_of(cell())}/reference"
+PICTURES = f"pictures/tokencut/toy/{get_figures_folder(build_record())}/reference"
 
 
 def report_of(root: Path) -> set[str]:
@@ -487,7 +491,7 @@ def root(tmp_path) -> Path:
     A file outside the folder contains a secret.
     """
     store = ResultStore(tmp_path / "results")
-    store.save(cell())
+    store.save(build_record())
     save_pictures(store.root, PICTURES.removeprefix("pictures/") + "/good")
     (tmp_path / "secret").write_text("the secret")
     return store.root
@@ -547,12 +551,12 @@ def test_no_folder_of_pictures_is_reached_through_a_link(root, capsys):
 @pytest.mark.parametrize("what", ["record", "per-image values", "ids"])
 def test_records_and_per_image_values_are_not_read_through_links(tmp_path, capsys, what, kind):
     store = ResultStore(tmp_path / "results")
-    save(store, cell(layer=0), np.arange(4) < 2)
+    save(store, build_record(layer=0), np.arange(4) < 2)
     save(store, skipless(layer=1), np.arange(4) < 2)
     store.save_image_ids(RECORD.dataset_fingerprint, ("a", "b"))
     path = {
-        "record": store.path(cell(layer=0).key()),
-        "per-image values": store.per_image_path(cell(layer=0)),
+        "record": store.path(build_record(layer=0).key()),
+        "per-image values": store.per_image_path(build_record(layer=0)),
         "ids": store.root / "images" / f"{RECORD.dataset_fingerprint[:16]}.json",
     }[what]
     moved = path.parent if kind == "below a link" else path

@@ -31,16 +31,16 @@ from tests.support.faults import (
     PRETRAIN,
     TINY,
     class_folders,
+    corrupt_file,
     exit_code,
     expect_error,
     fork,
+    limit_file_size,
+    make_pretrain_args,
+    make_probe_args,
+    make_supervised_args,
     picture,
-    pretraining,
-    probing,
     records,
-    small_files,
-    spoil,
-    supervised,
 )
 from tests.support.runs import assert_same_run, log_rows
 
@@ -69,7 +69,7 @@ def test_only_keys_that_can_be_typed_again_are_named(begun, capsys):
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("soap", marks=pytest.mark.slow)])
 def test_a_run_in_pieces_equals_the_uninterrupted_one(workdir, optimizer):
     def run(out: str) -> list[str]:
-        return pretraining(PHOTOS, out, f"optimizer={optimizer}", "train.max_steps=3")
+        return make_pretrain_args(PHOTOS, out, f"optimizer={optimizer}", "train.max_steps=3")
 
     assert main(run("whole")) == 0
     # There is no run to resume yet.
@@ -80,7 +80,7 @@ def test_a_run_in_pieces_equals_the_uninterrupted_one(workdir, optimizer):
     assert main([*run("pieces"), "--resume", "train.num_workers=1"]) == 0
     assert_same_run(Path("whole"), Path("pieces"))
     # If the last state is damaged, the run continues from the previous one.
-    spoil(Path("cut/state.pt"), "half")
+    corrupt_file(Path("cut/state.pt"), "half")
     assert main([*run("cut"), "--resume"]) == 0
     assert file_sha256(Path("cut/last.safetensors")) == file_sha256(Path("whole/last.safetensors"))
 
@@ -155,7 +155,7 @@ def test_the_state_before_a_damaged_or_foreign_state_is_used(capsys, begun, dama
 def test_the_advice_for_lost_digests_and_states_works(workdir, capsys, begun):
     Path("run").rename("a run")
     Path("a run/last.safetensors.sha256").unlink()
-    words = probing("pca", "folder", workdir / "photos", "--checkpoint", "a run")
+    words = make_probe_args("pca", "folder", workdir / "photos", "--checkpoint", "a run")
     message = expect_error(capsys, words, 4)
     command = message.partition("run: ")[2]
     assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
@@ -180,7 +180,7 @@ def test_a_stopped_extension_continues_with_the_same_command(capsys, begun):
 def test_a_diverging_run_keeps_finite_weights_and_its_advice_works(workdir, capsys, precision):
     blown_up = ["objective.student_temperature=1e-38", "train.max_steps=40"]
     patience = ["train.checkpoint_minutes=0.0", "train.non_finite_patience=3"]
-    run = pretraining(PHOTOS, "run", f"train.precision={precision}")
+    run = make_pretrain_args(PHOTOS, "run", f"train.precision={precision}")
 
     message = expect_error(capsys, [*run, *blown_up, *patience], 2)
 
@@ -193,13 +193,13 @@ def test_a_diverging_run_keeps_finite_weights_and_its_advice_works(workdir, caps
     assert ("train.precision=float32" in message) == (precision == "bfloat16")
     if precision == "bfloat16":
         advice.append("train.precision=float32")
-        assert main([*pretraining(PHOTOS, "another", "train.max_steps=2"), *advice]) == 0
+        assert main([*make_pretrain_args(PHOTOS, "another", "train.max_steps=2"), *advice]) == 0
 
 
 def test_a_rising_learning_rate_is_reported_with_a_remedy(workdir, capsys):
     remedy = ["optimizer.lr=1e-5", "train.final_lr=0.0"]
     for rises, more in ((True, remedy[:1]), (False, ["optimizer.lr=1e-3"]), (False, remedy)):
-        run = pretraining(PHOTOS, "run", "train.max_steps=3", *more, "--overwrite")
+        run = make_pretrain_args(PHOTOS, "run", "train.max_steps=3", *more, "--overwrite")
         assert main(run) == 0
         rates = [row["lr"] for row in log_rows("run")]
         assert (rates[-1] > rates[1]) == rises
@@ -229,7 +229,7 @@ def has_rows() -> bool:
     ],
 )
 def test_a_stopped_run_saves_its_step_and_continues(workdir, number, workers, code, advice):
-    run = pretraining(PHOTOS, "run", "train.max_steps=2000", f"train.num_workers={workers}")
+    run = make_pretrain_args(PHOTOS, "run", "train.max_steps=2000", f"train.num_workers={workers}")
     child = fork(lambda: main(run), stderr=workdir / "stderr")
     wait_for(has_rows)
     os.kill(child, number)
@@ -245,7 +245,7 @@ def test_a_stopped_run_saves_its_step_and_continues(workdir, number, workers, co
 
 
 def test_a_run_is_saved_when_its_terminal_is_closed(workdir):
-    run = pretraining(PHOTOS, "run", "train.max_steps=2000")
+    run = make_pretrain_args(PHOTOS, "run", "train.max_steps=2000")
     child, terminal = pty.fork()
     if not child:
         code = 70
@@ -266,7 +266,7 @@ def test_a_run_is_saved_when_its_terminal_is_closed(workdir):
 
 
 def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
-    run = pretraining(PHOTOS, "run", "train.max_steps=12")
+    run = make_pretrain_args(PHOTOS, "run", "train.max_steps=12")
 
     def under_nohup() -> int:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -298,7 +298,7 @@ def pause_after(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.mark.parametrize(("command", "name"), [("probe", "SIGHUP"), ("sweep", "SIGTERM")])
 def test_a_stopped_probe_keeps_its_results_and_continues(workdir, monkeypatch, command, name):
-    words = [command, *probing("pca", "folder", PHOTOS, "--layer", "0,1")[1:]]
+    words = [command, *make_probe_args("pca", "folder", PHOTOS, "--layer", "0,1")[1:]]
     with monkeypatch.context() as patch:
         pause_after(patch, "save")
         child = fork(lambda: main(words), stderr=workdir / "stderr")
@@ -351,7 +351,7 @@ def test_kills_while_saving_leave_checkpoints_that_load(workdir):
         expected = weights[state["step"] % 2]
         assert all(torch.equal(state["learner"][k], expected[k]) for k in expected)
 
-    assert main([*pretraining(PHOTOS, "run", ONE_STEP), "--overwrite"]) == 0
+    assert main([*make_pretrain_args(PHOTOS, "run", ONE_STEP), "--overwrite"]) == 0
     assert not list(run.glob("*.tmp"))
 
 
@@ -374,7 +374,7 @@ def test_a_data_worker_that_dies_early_ends_the_run(workdir, capsys, monkeypatch
     reset = _MultiProcessingDataLoaderIter._reset
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_reset", kill_worker_before(reset))
 
-    message = expect_error(capsys, pretraining(PHOTOS, "run", "train.num_workers=2"), 5)
+    message = expect_error(capsys, make_pretrain_args(PHOTOS, "run", "train.num_workers=2"), 5)
 
     assert "`train.num_workers=0`" in message
     # A remaining worker would ignore SIGTERM, and the process would wait for it before it ends.
@@ -382,7 +382,7 @@ def test_a_data_worker_that_dies_early_ends_the_run(workdir, capsys, monkeypatch
 
 
 def test_a_step_during_which_a_data_worker_dies_is_saved(workdir, capsys, monkeypatch):
-    run = pretraining(PHOTOS, "run", "train.num_workers=2", "train.max_steps=3000")
+    run = make_pretrain_args(PHOTOS, "run", "train.num_workers=2", "train.max_steps=3000")
     fatal = kill_worker_before(DinoLearner.update_teacher)
     monkeypatch.setattr(DinoLearner, "update_teacher", fatal)
 
@@ -394,7 +394,7 @@ def test_a_step_during_which_a_data_worker_dies_is_saved(workdir, capsys, monkey
 def test_a_full_disk_leaves_the_old_training_state(workdir, capsys, begun):
     before = {path.name: file_sha256(path) for path in Path("run").iterdir()}
 
-    with small_files(20_000):
+    with limit_file_size(20_000):
         message = expect_error(capsys, [*begun, "--resume"], 5)
 
     assert "cannot write" in message
@@ -410,7 +410,7 @@ def test_a_disk_that_fills_during_saving_keeps_no_partial_state(tmp_path):
     state = {"weights": torch.zeros(10_000), "step": 3}
 
     for limit in (40, 9_000, 20_000):
-        with small_files(limit), pytest.raises(MachineError, match=r"state\.new\.pt"):
+        with limit_file_size(limit), pytest.raises(MachineError, match=r"state\.new\.pt"):
             save_state(tmp_path, state)
         assert list(tmp_path.iterdir()) == []
 
@@ -431,12 +431,12 @@ def test_the_latest_two_states_of_a_run_are_kept_with_their_digests(tmp_path):
 
 def damage(workdir: Path, name: str = "1.jpg") -> Path:
     path = workdir / "photos" / name
-    spoil(path, "half")
+    corrupt_file(path, "half")
     return path
 
 
 def test_a_run_continues_after_an_image_is_repaired(workdir, capsys):
-    run = pretraining(PHOTOS, "run", "train.max_steps=3")
+    run = make_pretrain_args(PHOTOS, "run", "train.max_steps=3")
     path = damage(workdir)
 
     message = expect_error(capsys, run, 3)
@@ -458,16 +458,16 @@ def test_unreadable_images_are_named_before_the_first_step(workdir, capsys, monk
     damage(workdir)
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     for more in (["--dry-run"], [ONE_STEP, "--on-bad-image", "skip"]):
-        main([*pretraining(PHOTOS, "run"), *more])
+        main([*make_pretrain_args(PHOTOS, "run"), *more])
         assert "of 4 images, 1 cannot be read: 1.jpg. " in "".join(capsys.readouterr())
     (workdir / "photos/phone.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
-    main([*pretraining(PHOTOS, "other"), "--dry-run"])
+    main([*make_pretrain_args(PHOTOS, "other"), "--dry-run"])
     assert "pip install 'ssl-bench[heic]': phone.heic" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("when", ["before", "after an epoch"])
 def test_images_that_a_run_has_used_must_stay_the_same(workdir, capsys, when):
-    run = pretraining(PHOTOS, "run")
+    run = make_pretrain_args(PHOTOS, "run")
     if when == "before":
         path = damage(workdir)
         expect_error(capsys, run, 3)
@@ -488,14 +488,18 @@ def test_a_run_without_unreadable_images_is_the_same_in_pieces(workdir, capsys):
     path = damage(workdir)
 
     def skipping(out: str, *more: str) -> list[str]:
-        return [*pretraining(PHOTOS, out, "train.max_steps=3", *more), "--on-bad-image", "skip"]
+        return [
+            *make_pretrain_args(PHOTOS, out, "train.max_steps=3", *more),
+            "--on-bad-image",
+            "skip",
+        ]
 
     for number, more in enumerate([[], ["train.num_workers=2"], ["data.in_memory=true"]]):
         assert main(skipping(f"run{number}", *more)) == 0
         assert "left out as unreadable: 1.jpg. So far, 1 of 4 images" in capsys.readouterr().err
         assert "left_out:\n- 1.jpg" in Path(f"run{number}/config.yaml").read_text()
 
-    whole = pretraining(PHOTOS, "pieces", "train.max_steps=3")
+    whole = make_pretrain_args(PHOTOS, "pieces", "train.max_steps=3")
     assert "--on-bad-image skip" in expect_error(capsys, whole, 3)
     assert len(log_rows("pieces")) == 1
     for until in ([ONE_STEP], []):
@@ -516,7 +520,7 @@ def test_messages_count_all_images_left_out_so_far(workdir, capsys):
     # Each step saves its state, and reports the image that it has left out.
     words = ("train.max_steps=2", "train.checkpoint_minutes=0.0")
 
-    assert main([*pretraining(PHOTOS, "run", *words), "--on-bad-image", "skip"]) == 0
+    assert main([*make_pretrain_args(PHOTOS, "run", *words), "--on-bad-image", "skip"]) == 0
 
     found = re.findall(r"unreadable: (\S+)\. So far, (\d) of 4", capsys.readouterr().err)
     assert found == [("0.jpg", "1"), ("1.jpg", "2")]
@@ -524,7 +528,7 @@ def test_messages_count_all_images_left_out_so_far(workdir, capsys):
 
 def test_left_out_images_may_be_repaired_after_several_stops(workdir, capsys):
     path = damage(workdir)
-    run = [*pretraining(PHOTOS, "run"), "--on-bad-image", "skip", ONE_STEP]
+    run = [*make_pretrain_args(PHOTOS, "run"), "--on-bad-image", "skip", ONE_STEP]
     assert main(run) == 0
     # The image is left out in the second step. The third run begins without it.
     for _ in range(2):
@@ -546,7 +550,7 @@ def test_images_that_were_used_must_not_change_later(workdir, capsys, monkeypatc
             damage(workdir)
         return update_teacher(self, step, lost)
 
-    run = [*pretraining(PHOTOS, "run", "train.max_steps=4"), "--on-bad-image", "skip"]
+    run = [*make_pretrain_args(PHOTOS, "run", "train.max_steps=4"), "--on-bad-image", "skip"]
     with monkeypatch.context() as patch:
         patch.setattr(DinoLearner, "update_teacher", damage_after_two_steps)
         assert main(run) == 0
@@ -566,14 +570,17 @@ def test_records_of_a_monitor_count_the_left_out_images(workdir, monkeypatch, da
 
     def damage_and_take_step(self, step, views):
         if step == damaged_at:
-            spoil(workdir / "classes/train/dog/1.jpg", "half")
+            corrupt_file(workdir / "classes/train/dog/1.jpg", "half")
         return take_step(self, step, views)
 
     monkeypatch.setattr(Trainer, "take_step", damage_and_take_step)
     scored = ["monitor.accuracy_epochs=2", "monitor.results=results"]
     scored += [f"monitor.root={workdir / 'classes'}"]
 
-    assert main([*supervised(workdir / "classes", "run", *scored), "--on-bad-image", "skip"]) == 0
+    assert (
+        main([*make_supervised_args(workdir / "classes", "run", *scored), "--on-bad-image", "skip"])
+        == 0
+    )
 
     assert [r.details["left_out"] for r in records()] == [
         {"train": {"count": 1, "first": ["dog/1.jpg"]}}

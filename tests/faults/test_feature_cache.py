@@ -31,8 +31,8 @@ from tests.support.faults import (
     exit_code,
     expect_error,
     fork,
+    make_probe_args,
     picture,
-    probing,
     records,
     voc,
 )
@@ -43,7 +43,12 @@ SMALL = {"tier": "disk", "epochs": 1, "train_images": 16}
 
 def probe_from_disk(workdir: Path, out: str, cache: str = "cache") -> list[str]:
     more = ["probe.tier=disk", f"probe.cache={workdir / cache}", "--layer", "0,1"]
-    return [*probing("segmentation", "voc2012", workdir, *more), "--overwrite", "--out", out]
+    return [
+        *make_probe_args("segmentation", "voc2012", workdir, *more),
+        "--overwrite",
+        "--out",
+        out,
+    ]
 
 
 def feature_file(folder: Path, name: str = "some") -> FeatureFile:
@@ -358,7 +363,7 @@ def test_a_killed_training_of_heads_continues_from_its_journal(workdir):
 
     def words(out: str, minutes: float) -> list[str]:
         more = [*streamed, "probe.training.epochs=40", f"probe.keep_minutes={minutes}"]
-        return probing("segmentation", "voc2012", workdir, *more, "--out", out)
+        return make_probe_args("segmentation", "voc2012", workdir, *more, "--out", out)
 
     assert main(words("through", 10.0)) == 0
     folder, latest = workdir / "cache" / "heads", time.monotonic() + 120

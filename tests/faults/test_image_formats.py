@@ -36,12 +36,12 @@ from tests.support.faults import (
     class_folders,
     encoded,
     expect_error,
+    make_pretrain_args,
+    make_probe_args,
     mask,
     paired_folders,
     photo_folder,
     png_of,
-    pretraining,
-    probing,
     records,
     save_mask,
     voc,
@@ -153,16 +153,16 @@ def deep_class_folders(root: Path, bits: int) -> Path:
 @pytest.mark.slow
 def test_every_command_asks_for_the_bits_and_then_uses_them(workdir, capsys):
     deep = deep_class_folders(workdir / "deep", 12)
-    words = probing("knn", "class_folders", deep)
+    words = make_probe_args("knn", "class_folders", deep)
     checking = ["data", "check", "class_folders", "--data-root", str(deep)]
 
-    for command in (words, pretraining(deep, "run", "train.max_minutes=0.0"), checking):
+    for command in (words, make_pretrain_args(deep, "run", "train.max_minutes=0.0"), checking):
         assert "data.bits=12" in expect_error(capsys, command, 3)
         assert main([*command, "data.bits=12", *["--overwrite"][: command[0] == "pretrain"]]) == 0
     assert "data.bits" in expect_error(capsys, [*checking, "data.bits=17"], 2)
     assert main([*words, "data.bits=16", "--out", "dark"]) == 0
     usual = deep_class_folders(workdir / "usual", 8)
-    assert main(probing("knn", "class_folders", usual, "--out", "usual")) == 0
+    assert main(make_probe_args("knn", "class_folders", usual, "--out", "usual")) == 0
 
     values = {out: [r.value for r in records(out)] for out in ("results", "usual")}
     assert values["results"] == values["usual"]
@@ -174,7 +174,7 @@ def test_single_images_of_unknown_range_in_a_folder_are_skipped(workdir, capsys)
     photos = photo_folder(workdir / "mixed")
     (photos / "scan.png").write_bytes(png(GREY.astype(np.uint16) * 257, 16, (b"sBIT", b"\x10")))
     (photos / "cells.png").write_bytes(png(stretch(GREY, 12)))
-    words = probing("pca", "folder", photos)
+    words = make_probe_args("pca", "folder", photos)
 
     assert main(words) == 0
     assert "1 needs data.bits=12: cells.png" in capsys.readouterr().err
@@ -452,7 +452,9 @@ def test_masks_of_few_bits_hold_the_numbers_they_store(workdir):
 def test_masks_of_0_and_255_require_the_meaning_of_255(workdir, capsys):
     binary = Image.fromarray(np.where(mask() == 8, 255, 0).astype(np.uint8))
     paired_folders(workdir, {"train": "01", "val": "01"}, content=encoded("PNG", binary))
-    words = probing("retrieval", "paired_folders", workdir, "dataset.class_names=[bg,thing]")
+    words = make_probe_args(
+        "retrieval", "paired_folders", workdir, "dataset.class_names=[bg,thing]"
+    )
 
     assert "0.png holds 0 and 255" in expect_error(capsys, words, 3)
 

@@ -26,9 +26,9 @@ from tests.support.faults import (
     exit_code,
     expect_error,
     fork,
+    make_probe_args,
     photo_folder,
     picture,
-    probing,
     records,
     unchecked_types,
     voc,
@@ -46,7 +46,7 @@ def probe_arguments(task: str, dataset: str = "voc2012", layers: str = "0,1") ->
         words += ["--checkpoint", "encoder.safetensors", "probe.image_size=32"]
         return [*words, "probe.num_images=2", "--layer", layers]
     root = "photos" if dataset == "folder" else "."
-    return [*probing(task, dataset, Path(root)), "--layer", layers]
+    return [*make_probe_args(task, dataset, Path(root)), "--layer", layers]
 
 
 def read_files(folder: str | Path, pattern: str = "*") -> dict[str, bytes]:
@@ -277,7 +277,7 @@ def test_no_two_images_share_a_panel(workdir, task):
         path.parent.mkdir(parents=True, exist_ok=True)
         picture(number).save(path)
 
-    assert main([*probing(task, "folder", workdir / "named"), "--pictures", "9"]) == 0
+    assert main([*make_probe_args(task, "folder", workdir / "named"), "--pictures", "9"]) == 0
     assert main(REPORT) == 0
 
     panels = re.compile(r"[^/]*/[^/]*/[^/]*/[^/]*/block01[^/]*/[^/]*png")

@@ -22,9 +22,9 @@ from ssl_bench.models.loading import addresses, hub
 from ssl_bench.models.loading.addresses import DEMO_NAMES, add_baselines
 from ssl_bench.models.loading.checkpoint import normalization_metadata
 from tests.benchmarks.evidence.rows import demo_of
-from tests.benchmarks.generated import LEDGER, ROOT
+from tests.benchmarks.generated import EVIDENCE_FILE, ROOT
 from tests.cli.test_sweep import planned
-from tests.support.faults import TINY, encoder_file, expect_error, probing, records
+from tests.support.faults import TINY, encoder_file, expect_error, make_probe_args, records
 from tests.support.foreign_weights import assert_same_weights, normalise, timm_model
 
 
@@ -88,7 +88,7 @@ def test_a_user_module_has_no_random_baseline(workdir, capsys):
 
 
 def test_baselines_are_probed_with_one_flag(workdir, capsys):
-    words = [*probing("pca", "folder", workdir / "photos"), "--baselines"]
+    words = [*make_probe_args("pca", "folder", workdir / "photos"), "--baselines"]
     assert main(words) == 0
     size = TINY.patch_size
     assert {(record.model, record.layer) for record in records()} == {
@@ -175,7 +175,7 @@ def test_a_missing_demo_encoder_is_refused_in_one_line(tmp_path, monkeypatch, lo
 
 
 def test_the_demo_encoders_are_those_of_the_last_recorded_runs():
-    runs = json.loads((ROOT / LEDGER).read_text())
+    runs = json.loads((ROOT / EVIDENCE_FILE).read_text())
     known = {name: runs[demo_of(name)] for name in DEMO_NAMES}
     files = {path.name for path in addresses.demo_folder().glob("*.safetensors")}
     assert files == {f"demo_{name}.safetensors" for name in known}

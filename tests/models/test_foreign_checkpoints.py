@@ -24,12 +24,12 @@ from tests.support.foreign_weights import (
     Weights,
     assert_same_weights,
     dinov2_weights,
-    folder_of,
-    message_of,
+    get_load_error,
     normalise,
-    renamed,
+    rename_weights,
     same_features,
-    saved,
+    save_checkpoint,
+    save_hf_folder,
     timm_model,
 )
 
@@ -50,7 +50,9 @@ def dinov2_in_training() -> Case:
     model, weights = dinov2_weights(0)
     half = {name: value.half() for name, value in weights.items()}
     model.load_state_dict({n: v.float() for n, v in half.items() if n != "mask_token"})
-    teacher = renamed(half, {r"^blocks\.(\d)": r"backbone.blocks.\1.\1", r"^(?!back)": "backbone."})
+    teacher = rename_weights(
+        half, {r"^blocks\.(\d)": r"backbone.blocks.\1.\1", r"^(?!back)": "backbone."}
+    )
     heads = zeros("dino_head.mlp.0.weight", "ibot_head.last_layer.w")
     return model, {"teacher": teacher | heads}, {"mask_token", *heads}
 
@@ -70,7 +72,7 @@ def mae() -> Case:
 
 def fine_tuned_mae() -> Case:
     model, head = timm_model(), zeros("head.weight", "head.bias", size=10)
-    weights = renamed(model.state_dict(), {r"^norm\.": "fc_norm."}) | head
+    weights = rename_weights(model.state_dict(), {r"^norm\.": "fc_norm."}) | head
     return model, {"model": weights, "epoch": 99}, {*head}
 
 
@@ -78,7 +80,7 @@ def fine_tuned_mae() -> Case:
 # `masked_embed`) and main_ibot.py (the dictionary that is saved).
 def ibot() -> Case:
     model = timm_model(init_values=0.3)
-    weights = renamed(model.state_dict(), {r"\.ls(\d)\.gamma": r".gamma_\1"})
+    weights = rename_weights(model.state_dict(), {r"\.ls(\d)\.gamma": r".gamma_\1"})
     teacher = behind("backbone.", weights) | zeros("head.last_layer.weight")
     student = {f"module.{n}": torch.zeros_like(v) for n, v in teacher.items()}
     content = {
@@ -112,7 +114,7 @@ MM_NAMES = {
 
 def mmpretrain() -> Case:
     model, others = timm_model(init_values=0.5), zeros("head.layers.head.weight", "neck.mask")
-    weights = behind("backbone.", renamed(model.state_dict(), MM_NAMES))
+    weights = behind("backbone.", rename_weights(model.state_dict(), MM_NAMES))
     return model, {"meta": {"epoch": 300}, "state_dict": others | weights}, {*others}
 
 
@@ -137,7 +139,7 @@ LAYOUTS = {
 def test_a_checkpoint_gives_the_features_of_its_model(tmp_path, make):
     model, content, ignored = make()
     encoder = same_features(
-        saved(tmp_path / "w.pth", content), model, extra=("token_normed", "cls_normed")
+        save_checkpoint(tmp_path / "w.pth", content), model, extra=("token_normed", "cls_normed")
     )
     assert encoder.num_heads == model.blocks[0].attn.num_heads
     assert LAYOUTS[make] in (None, encoder.weights_info.layout)
@@ -147,7 +149,7 @@ def test_a_checkpoint_gives_the_features_of_its_model(tmp_path, make):
 @pytest.mark.parametrize("registers", [0, 4])
 def test_published_weights_of_dinov2_give_the_same_features(tmp_path, registers):
     model, weights = dinov2_weights(registers)
-    path = saved(tmp_path / "w.pth", weights)
+    path = save_checkpoint(tmp_path / "w.pth", weights)
     encoder = same_features(path, model, extra=("token_normed", "cls_normed"))
     assert (encoder.num_prefix_tokens, encoder.num_registers) == (1 + registers, registers)
     assert (encoder.patch_size, encoder.weights_info.layout) == (14, "DINOv2")
@@ -186,7 +188,7 @@ CLIP_NAMES = {
 def test_clip_image_encoders_are_loaded_with_a_timm_name(tmp_path, prefix, squeezes):
     name, arguments = "vit_xsmall_patch16_clip_224", {"depth": 2}
     model = timm.create_model(name, num_classes=0, **arguments)
-    weights = renamed(model.state_dict(), CLIP_NAMES) | {"proj": torch.zeros(512, 384)}
+    weights = rename_weights(model.state_dict(), CLIP_NAMES) | {"proj": torch.zeros(512, 384)}
     content = {
         prefix + name: value.squeeze() if "embedding" in name and squeezes else value
         for name, value in weights.items()
@@ -196,11 +198,11 @@ def test_clip_image_encoders_are_loaded_with_a_timm_name(tmp_path, prefix, squee
         content |= {f"{text}logit_scale": torch.ones(()), f"{text}text_projection": torch.ones(4)}
         content[f"{text}transformer.resblocks.0.ln_1.weight"] = torch.ones(4)
     config = {"architecture": name, "model_args": arguments}
-    encoder = load_encoder(folder_of(tmp_path / "clip", content, config))
+    encoder = load_encoder(save_hf_folder(tmp_path / "clip", content, config))
 
     assert "proj" in encoder.weights_info.ignored
     assert_same_weights(encoder.module.get_submodule("model"), model.state_dict())
-    assert "as CLIP has" in message_of(tmp_path / "clip/model.safetensors")
+    assert "as CLIP has" in get_load_error(tmp_path / "clip/model.safetensors")
 
 
 @pytest.mark.parametrize("unknown", ["patches by a linear layer", "names"])
@@ -211,7 +213,7 @@ def test_weights_unknown_to_timm_need_a_python_file(tmp_path, unknown):
     else:
         weights["patch_embed.proj.weight"] = weights["patch_embed.proj.weight"].flatten(1)
     with pytest.raises(CheckpointError) as raised:
-        load_encoder(str(saved(tmp_path / "w.pth", weights)))
+        load_encoder(str(save_checkpoint(tmp_path / "w.pth", weights)))
     assert raised.value.hint == ("--checkpoint", "{file}.py:{name}")
 
 
@@ -221,7 +223,9 @@ def test_a_torchvision_vit_gives_its_own_features(tmp_path, names):
     torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(32, 8, 2, 2, 128, 512).eval()
     torch.nn.init.normal_(model.class_token)
-    encoder = load_encoder(str(saved(tmp_path / "vit.pth", renamed(model.state_dict(), names))))
+    encoder = load_encoder(
+        str(save_checkpoint(tmp_path / "vit.pth", rename_weights(model.state_dict(), names)))
+    )
 
     image = torch.rand(1, 3, 32, 32)
     features = FeatureExtractor(encoder, layers=[1], facets=["token_normed", "cls_normed"])(image)[
@@ -249,7 +253,7 @@ def test_a_torchvision_vit_gives_its_own_features(tmp_path, names):
 def test_the_error_for_another_architecture_names_it_in_timm(tmp_path, extra, dim, name):
     model = timm_model(dim=dim, mlp_ratio=1)
     weights = {**model.state_dict(), extra: torch.zeros(1, 1, dim)}
-    message = message_of(saved(tmp_path / "w.pth", weights))
+    message = get_load_error(save_checkpoint(tmp_path / "w.pth", weights))
     assert f"({extra})" in message
     assert f"`--checkpoint timm:{name}@" in message
 
@@ -257,15 +261,15 @@ def test_the_error_for_another_architecture_names_it_in_timm(tmp_path, extra, di
 @pytest.mark.parametrize("qkv_bias", ["_qkvb", ""])
 def test_a_dinov3_saved_by_timm_is_recognised_by_its_width(tmp_path, qkv_bias):
     name = f"vit_small_patch16_dinov3{qkv_bias}"
-    path = saved(tmp_path / "w.pth", timm.create_model(name, depth=1).state_dict())
-    assert f"`--checkpoint timm:{name}@{path}" in message_of(path)
+    path = save_checkpoint(tmp_path / "w.pth", timm.create_model(name, depth=1).state_dict())
+    assert f"`--checkpoint timm:{name}@{path}" in get_load_error(path)
 
 
 def test_torch_hub_weights_of_dinov2_give_the_same_features(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     model, weights = dinov2_weights(4)
-    saved(tmp_path / "checkpoints/dinov2_vits14_reg4_pretrain.pth", weights)
+    save_checkpoint(tmp_path / "checkpoints/dinov2_vits14_reg4_pretrain.pth", weights)
     for branch in ("", "main:"):
         encoder = same_features(
             f"torchhub:facebookresearch/dinov2:{branch}dinov2_vits14_reg", model
@@ -280,7 +284,7 @@ def test_tensors_of_other_shapes_are_refused_in_one_line(tmp_path):
     for name in weights:
         if ".1." not in name:
             changed = {**weights, name: torch.zeros(next(shapes))}
-            message_of(saved(tmp_path / "w.pth", changed))
+            get_load_error(save_checkpoint(tmp_path / "w.pth", changed))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +309,7 @@ def test_a_file_that_timm_may_have_written_is_announced(tmp_path, capsys, argume
 @pytest.mark.parametrize("file", ["dinov2_vits14.pth", "DINO.pth", "mine.pth"])
 def test_a_dinov2_file_is_not_mistaken_for_one_of_timm(tmp_path, capsys, file):
     weights = dinov2_weights(0)[1] if file == "mine.pth" else timm_model().state_dict()
-    saved(tmp_path / file, weights)
+    save_checkpoint(tmp_path / file, weights)
     load_and_log(str(tmp_path / file))
     output = capsys.readouterr().err
     assert "encoder " in output

@@ -26,11 +26,11 @@ from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
     Weights,
     dinov2_weights,
-    folder_of,
-    message_of,
+    get_load_error,
     normalise,
-    renamed,
+    rename_weights,
     same_features,
+    save_hf_folder,
     timm_model,
 )
 
@@ -55,7 +55,7 @@ def to_transformers(weights: Weights, kind: str, prefix: str) -> Weights:
         "^": prefix,
     }
     result: Weights = {}
-    for name, value in renamed(weights, names).items():
+    for name, value in rename_weights(weights, names).items():
         start, qkv, end = name.partition("attn.qkv")
         thirds = zip(("query", "key", "value"), value.chunk(3), strict=True) if qkv else ()
         result |= {f"{start}attention.attention.{n}{end}": part.clone() for n, part in thirds}
@@ -71,7 +71,7 @@ def hugging_face_folder(
         "layer_norm_eps": 1e-6, "hidden_act": "gelu", "patch_size": 8, "image_size": 32, **config,
     }  # fmt: skip
     colours = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}
-    folder_of(folder, to_transformers(weights, kind, prefix), config, colours)
+    save_hf_folder(folder, to_transformers(weights, kind, prefix), config, colours)
     return folder
 
 
@@ -122,23 +122,23 @@ def test_a_missing_normalisation_is_refused_with_a_working_hint(tmp_path):
 
 def test_transformers_files_without_their_folder_are_refused_with_a_hint(tmp_path):
     folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
-    assert f"`--checkpoint local-dir:{folder}`" in message_of(folder / "model.safetensors")
-    assert f"local-dir:{folder}" in message_of(folder)
+    assert f"`--checkpoint local-dir:{folder}`" in get_load_error(folder / "model.safetensors")
+    assert f"local-dir:{folder}" in get_load_error(folder)
     torch.save({"embeddings.cls_token": torch.ones(1), "layer.0.x": torch.ones(1)}, folder / "x.pt")
-    assert f"local-dir:{folder}" in message_of(folder / "x.pt")
+    assert f"local-dir:{folder}" in get_load_error(folder / "x.pt")
 
 
 def test_a_folder_that_lacks_files_is_refused_with_their_names(tmp_path):
     folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    assert "has no model.safetensors" in message_of(f"local-dir:{folder}")
+    assert "has no model.safetensors" in get_load_error(f"local-dir:{folder}")
     (folder / "model.safetensors.index.json").write_text("{}")
-    assert "max_shard_size='100GB'" in message_of(f"local-dir:{folder}")
+    assert "max_shard_size='100GB'" in get_load_error(f"local-dir:{folder}")
     (folder / "config.json").write_text("[")
-    assert "cannot be read" in message_of(f"local-dir:{folder}")
+    assert "cannot be read" in get_load_error(f"local-dir:{folder}")
     (folder / "config.json").unlink()
-    assert "with config.json" in message_of(f"local-dir:{folder}")
-    assert "hf-hub:ORG/NAME" in message_of("hf-hub:a/b/c/d")
+    assert "with config.json" in get_load_error(f"local-dir:{folder}")
+    assert "hf-hub:ORG/NAME" in get_load_error("hf-hub:a/b/c/d")
 
 
 def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
@@ -155,7 +155,7 @@ def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
         "architecture": "vit_tiny_patch16_224", "num_classes": 5, "model_args": arguments,
         "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, **config,
     }  # fmt: skip
-    folder_of(folder, model.state_dict(), config)
+    save_hf_folder(folder, model.state_dict(), config)
     model.pretrained_cfg = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     return folder, model.eval()
 
@@ -173,11 +173,11 @@ def test_random_weights_have_the_architecture_of_the_folder(tmp_path, arguments)
     config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments or None}
     # With null, the defaults of timm are used.
     config["pretrained_cfg"] = None
-    trained = folder_of(tmp_path / "timm", model.state_dict(), config)
+    trained = save_hf_folder(tmp_path / "timm", model.state_dict(), config)
     uri = f"random:{trained}"
     # timm's architecture has 3 heads.
     if arguments:
-        assert "initialisation is unknown" in message_of(uri)
+        assert "initialisation is unknown" in get_load_error(uri)
         return
     random, expected = load_encoder(uri), load_encoder(trained)
     stated = load_encoder(f"random:mean=.4,std=.25:{trained}")
@@ -198,7 +198,7 @@ def test_weights_that_change_while_they_are_read_are_refused(tmp_path, monkeypat
         return read(path)
 
     monkeypatch.setattr(timm_encoder, "read_weights", replace_and_read)
-    assert "was replaced while it was read" in message_of(f"local-dir:{folder}")
+    assert "was replaced while it was read" in get_load_error(f"local-dir:{folder}")
 
 
 @pytest.mark.parametrize("revision", ["", "@abc123"])
@@ -241,7 +241,7 @@ def test_an_assumed_square_grid_is_announced(tmp_path, capsys):
     assert "square grid assumed, 4 x 4 patches" in capsys.readouterr().err
     weights = dict(timm_model(grid=(3, 5)).state_dict())
     folder = hugging_face_folder(tmp_path / "3x5", "vit", weights, image_size=None)
-    assert "image_size=[HEIGHT, WIDTH]" in message_of(f"local-dir:{folder}")
+    assert "image_size=[HEIGHT, WIDTH]" in get_load_error(f"local-dir:{folder}")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_an_assumed_square_grid_is_announced(tmp_path, capsys):
 def test_unsupported_configurations_are_refused(tmp_path, change):
     weights = dict(timm_model().state_dict())
     folder = hugging_face_folder(tmp_path / "hf", "vit", weights, **change)
-    message_of(f"local-dir:{folder}")
+    get_load_error(f"local-dir:{folder}")
 
 
 def folder_with_preprocessor(tmp_path: Path, **changes: Any) -> str:
@@ -298,14 +298,14 @@ def test_pixels_are_normalised_as_the_preprocessor_states(tmp_path, normalized, 
 )  # fmt: skip
 def test_an_invalid_preprocessor_is_refused_by_key(tmp_path, change):
     (key,) = change
-    assert key in message_of(folder_with_preprocessor(tmp_path, **change))
+    assert key in get_load_error(folder_with_preprocessor(tmp_path, **change))
 
 
 def test_a_timm_folder_cannot_name_another_file_of_weights(tmp_path):
     other, _ = timm_folder(tmp_path / "other")
     arguments = {"depth": 2, "checkpoint_path": str(other / "model.safetensors")}
     folder, _ = timm_folder(tmp_path / "mine", model_args=arguments)
-    assert "model_args" in message_of(f"local-dir:{folder}")
+    assert "model_args" in get_load_error(f"local-dir:{folder}")
 
 
 # DINOv3: https://github.com/facebookresearch/dinov3, and dinov3_vit/modeling_dinov3_vit.py of
@@ -341,7 +341,7 @@ def dinov3() -> nn.Module:
 def official_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a model with the tensor names of the official DINOv3 files."""
     names = {r"gamma_([12])": r"ls\1.gamma", "reg_token": "storage_tokens"}
-    weights = renamed(model.state_dict(), names)
+    weights = rename_weights(model.state_dict(), names)
     weights = {name: value for name, value in weights.items() if "_bias" not in name}
     weights |= {"mask_token": torch.zeros(1, 192), "rope_embed.periods": torch.ones(16)}
     for block, parts in enumerate(model.get_submodule("blocks").children()):
@@ -359,7 +359,7 @@ def dinov3_folder(root: Path, model: nn.Module, **config: object) -> str:
     Return the address from which it can be loaded.
     """
     weights = {}
-    for name, value in renamed(official_weights(model), TO_TRANSFORMERS).items():
+    for name, value in rename_weights(official_weights(model), TO_TRANSFORMERS).items():
         if "qkv" in name and "bias_mask" not in name:
             for third, part in zip("qkv", value.chunk(3), strict=True):
                 kind = name.rpartition(".")[2]
@@ -368,7 +368,7 @@ def dinov3_folder(root: Path, model: nn.Module, **config: object) -> str:
                     weights[f"{start}attention.{third}_proj.{kind}"] = part.contiguous()
         elif "qkv" not in name and not name.startswith("rope_embed"):
             weights[name] = value.clone()
-    return folder_of(root, weights, {**DINOV3_CONFIG, **config}, DINOV3_COLOURS)
+    return save_hf_folder(root, weights, {**DINOV3_CONFIG, **config}, DINOV3_COLOURS)
 
 
 def assert_same_features(uri: str, model: Any) -> None:
@@ -387,7 +387,7 @@ def assert_same_features(uri: str, model: Any) -> None:
 def test_hints_for_dinov3_files_load_them_with_biases(tmp_path, dinov3):
     path = tmp_path / "dinov3_vitt16_pretrain.pth"
     torch.save(official_weights(dinov3), path)
-    (hint,) = re.findall(r"timm:[^`\s]+", message_of(path))
+    (hint,) = re.findall(r"timm:[^`\s]+", get_load_error(path))
     assert hint == f"timm:{ARCHITECTURE}@{path}"
     assert_same_features(hint, dinov3)
 
@@ -405,4 +405,4 @@ def test_a_transformers_dinov3_has_its_own_normalisation_and_depth(tmp_path, din
     places = ({"rope_theta": 50.0}, {"rope_parameters": {"rope_theta": 50.0}})
     for number, stated in enumerate(places):
         folder = dinov3_folder(tmp_path / f"rotated{number}", model, **stated)
-        assert "rope_theta=50.0" in message_of(folder)
+        assert "rope_theta=50.0" in get_load_error(folder)

@@ -27,7 +27,7 @@ from ssl_bench.models.loading.checkpoint import is_number, read_metadata
 from ssl_bench.models.loading.load import newest_checkpoint
 from ssl_bench.system.files import file_sha256
 from tests.support.faults import DINO_LIKE, LFS_POINTER
-from tests.support.foreign_weights import assert_same_weights, message_of, timm_model
+from tests.support.foreign_weights import assert_same_weights, get_load_error, timm_model
 
 TINY = ViTConfig(
     image_size=32, patch_size=8, dim=64, depth=2, num_heads=1, init="skipless",
@@ -65,7 +65,7 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(saved, tmp_path):
     save_encoder(again, build_vit(TINY, seed=0), {"epoch": "1", "step": "7"})
     assert again.read_bytes() == saved.read_bytes()
     sidecar.unlink()
-    assert "sha256sum last.safetensors > last.safetensors.sha256" in message_of(saved)
+    assert "sha256sum last.safetensors > last.safetensors.sha256" in get_load_error(saved)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused(saved, monkeypatch, owner, a
     with monkeypatch.context() as later:
         later.setattr(f"{owner}.{attribute}", value)
         save_encoder(saved, build_vit(TINY, seed=0), {})
-    assert "version" in message_of(saved)
+    assert "version" in get_load_error(saved)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_the_newest_checkpoint_is_no_stored_epoch(saved, capsys):
 
 def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):
     for address in (tmp_path / "nothing.pth", tmp_path, "ftp:somewhere"):
-        assert "timm:NAME@FILE" in message_of(address)
-    assert "No such file" in message_of(f"timm:vit_tiny_patch16_224@{tmp_path}/nothing.pth")
+        assert "timm:NAME@FILE" in get_load_error(address)
+    assert "No such file" in get_load_error(f"timm:vit_tiny_patch16_224@{tmp_path}/nothing.pth")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):
 )
 def test_a_file_that_contains_no_weights_is_recognised(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
-    assert problem in message_of(tmp_path / name)
+    assert problem in get_load_error(tmp_path / name)
 
 
 OTHER_ARCHIVES = {
@@ -179,7 +179,7 @@ def test_the_hint_for_another_archive_loads_its_weights(tmp_path, monkeypatch, w
     model, path = timm_model(), tmp_path / "mine.pth"
     OTHER_ARCHIVES[what](model, torch.zeros(1, 3, 32, 32), path)
     monkeypatch.chdir(tmp_path)
-    problem, _, command = message_of(path).partition(". Save them: ")
+    problem, _, command = get_load_error(path).partition(". Save them: ")
     exec(command, {"torch": torch, "numpy": np})
     assert what in problem
     assert_same_weights(load_encoder("weights.pth").module, model.state_dict())
@@ -213,7 +213,7 @@ def test_the_hint_for_a_distributed_checkpoint_joins_its_parts(tmp_path, monkeyp
 )
 def test_weights_that_do_not_match_exactly_are_refused(tmp_path, change, problem):
     torch.save(change(build_vit(DINO_LIKE, seed=0).state_dict()), tmp_path / "weights.pth")
-    assert problem in message_of(tmp_path / "weights.pth")
+    assert problem in get_load_error(tmp_path / "weights.pth")
 
 
 def test_random_timm_weights_have_seed_0_and_are_named_random():
@@ -239,7 +239,7 @@ def test_files_with_a_head_are_loaded_into_a_timm_architecture(tmp_path):
     # The identity contains how timm initialises the weights.
     assert encoder.architecture == load_encoder("timm:vit_tiny_patch16_224").architecture
     torch.save({"epoch": 3}, path)
-    assert "no tensors" in message_of(f"timm:vit_tiny_patch16_224@{path}")
+    assert "no tensors" in get_load_error(f"timm:vit_tiny_patch16_224@{path}")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_files_with_a_head_are_loaded_into_a_timm_architecture(tmp_path):
     ],
 )
 def test_unknown_and_unsupported_names_are_refused(uri, hint):
-    assert hint in message_of(uri)
+    assert hint in get_load_error(uri)
 
 
 def test_every_public_name_of_the_package_exists():

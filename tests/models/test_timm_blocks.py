@@ -15,7 +15,12 @@ from ssl_bench.layers import Facet
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.timm_encoder import timm_encoder
 from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
-from tests.support.foreign_weights import assert_same_weights, folder_of, normalise, saved
+from tests.support.foreign_weights import (
+    assert_same_weights,
+    normalise,
+    save_checkpoint,
+    save_hf_folder,
+)
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 HIERA: dict[str, Any] = {"embed_dim": 8, "stages": (1, 2, 3, 1), "img_size": (64, 96)}
@@ -159,7 +164,7 @@ def test_features_of_traced_blocks_equal_timm(
 def test_a_torchvision_resnet_gives_its_residual_blocks(tmp_path):
     torch.manual_seed(0)
     model = torchvision.models.resnet18().eval()
-    path = saved(tmp_path / "weights.pth", model.state_dict())
+    path = save_checkpoint(tmp_path / "weights.pth", model.state_dict())
     with pytest.raises(CheckpointError) as raised:
         load_encoder(str(path))
     assert raised.value.hint == ("--checkpoint", "timm:{timm_name}@{file}")
@@ -257,7 +262,7 @@ def test_weights_of_sam_with_its_own_names_are_loaded(tmp_path):
     }
     others = {"prompt_encoder.x": torch.zeros(2, 8), "mask_decoder.y": torch.zeros(1, 8)}
     config = {"architecture": "samvit_base_patch16_224", "model_args": SAM}
-    encoder = load_encoder(folder_of(tmp_path / "sam", weights | others, config))
+    encoder = load_encoder(save_hf_folder(tmp_path / "sam", weights | others, config))
     assert_same_weights(encoder.module.get_submodule("model"), model.state_dict())
     assert encoder.weights_info.ignored.keys() == others.keys()
 
@@ -270,7 +275,7 @@ def test_a_file_without_an_expected_tensor_is_refused(tmp_path, has_timm_names):
     else:
         weights = {f"backbone_{name}": value for name, value in weights.items()}
     with pytest.raises(CheckpointError) as raised:
-        load_encoder(f"timm:resnet10t@{saved(tmp_path / 'weights.pth', weights)}")
+        load_encoder(f"timm:resnet10t@{save_checkpoint(tmp_path / 'weights.pth', weights)}")
     assert ("timm:{timm_name}@{file}" in raised.value.hint) is has_timm_names
 
 

@@ -19,9 +19,9 @@ from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.checkpoint import advise_model_folder
 from tests.support.foreign_weights import (
     assert_same_weights,
-    folder_of,
-    message_of,
-    saved,
+    get_load_error,
+    save_checkpoint,
+    save_hf_folder,
 )
 
 NAME = "vit_tiny_patch16_224"
@@ -46,7 +46,7 @@ def load_from_folder(
     folder: Path, weights: Mapping[str, Tensor], name: str = NAME, **config: Any
 ) -> Encoder:
     """Save weights and their configuration as a Hugging Face folder, and load this folder."""
-    return load_encoder(folder_of(folder, dict(weights), {"architecture": name, **config}))
+    return load_encoder(save_hf_folder(folder, dict(weights), {"architecture": name, **config}))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_sizes_come_from_the_file_and_are_reported(tmp_path, name, changes, size
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path, key, shape):
     weights = weights_of(**SMALL) | {key: torch.randn(shape)}
     config = {"architecture": NAME, "model_args": SMALL}
-    assert f"{key} is " in message_of(folder_of(tmp_path / "f", weights, config))
+    assert f"{key} is " in get_load_error(save_hf_folder(tmp_path / "f", weights, config))
 
 
 ATTO = "convnext_atto"
@@ -111,13 +111,13 @@ def advised_config(line: str) -> dict[str, Any]:
 )
 def test_the_hints_for_a_file_of_another_depth_load_it(tmp_path, name, changes):
     weights = weights_of(name, **changes)
-    path = saved(tmp_path / "w.pth", weights)
-    line = message_of(f"timm:{name}@{path}")
+    path = save_checkpoint(tmp_path / "w.pth", weights)
+    line = get_load_error(f"timm:{name}@{path}")
     assert f"timm:{name} has 12" in line
 
     config = advised_config(line)
     config["model_args"] |= changes
-    encoder = load_encoder(folder_of(tmp_path / "f", weights, config))
+    encoder = load_encoder(save_hf_folder(tmp_path / "f", weights, config))
     assert encoder.depth == int(line.partition("has ")[2].split()[0])
     bare = re.search(r"or `--checkpoint (mean=[^`]+)`", line)
     assert bool(bare) == ("reg_token" not in weights and name != ATTO)
@@ -136,7 +136,9 @@ def test_weights_that_timm_changes_on_loading_are_refused(tmp_path, monkeypatch)
 
     monkeypatch.setattr(timm.models.VisionTransformer, "load_state_dict", load_changed)
     config = {"architecture": NAME, "model_args": SMALL}
-    assert "norm.bias is " in message_of(folder_of(tmp_path / "f", weights_of(**SMALL), config))
+    assert "norm.bias is " in get_load_error(
+        save_hf_folder(tmp_path / "f", weights_of(**SMALL), config)
+    )
 
 
 # 7 x 28 patches are as many as the default 14 x 14.
@@ -176,8 +178,8 @@ OTHER_SIZE = "pos_embed is 1 x 785 x 64, expected 1 x 197 x 64"
 )
 def test_an_inconsistent_timm_folder_is_refused(tmp_path, config, problem):
     weights = weights_of(**SMALL, img_size=448)
-    uri = folder_of(tmp_path / "f", weights, {"architecture": NAME, **config})
-    assert problem in message_of(uri)
+    uri = save_hf_folder(tmp_path / "f", weights, {"architecture": NAME, **config})
+    assert problem in get_load_error(uri)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +193,8 @@ def test_other_numbers_of_channels_are_refused(tmp_path, place, channels):
         config["pretrained_cfg"] = {"mean": [0.5] * channels, "std": [0.5] * channels}
     else:
         config["pretrained_cfg"] = {"input_size": [channels, 224, 224]}
-    uri = folder_of(tmp_path / "f", weights, {"architecture": NAME, **config})
-    error = message_of(tmp_path / "f/model.safetensors" if place == "file" else uri)
+    uri = save_hf_folder(tmp_path / "f", weights, {"architecture": NAME, **config})
+    error = get_load_error(tmp_path / "f/model.safetensors" if place == "file" else uri)
     assert f"{channels} channels" in error or f"64 x {channels} x 16 x 16" in error
 
 
@@ -203,7 +205,7 @@ def test_shape_errors_name_three_tensors_and_count_the_others(tmp_path, count, m
     weights = weights_of(**SMALL) | {key: torch.zeros(1, 6, 64) for key in wrong}
     config = {"architecture": NAME, "model_args": SMALL}
 
-    message = message_of(folder_of(tmp_path / "f", weights, config))
+    message = get_load_error(save_hf_folder(tmp_path / "f", weights, config))
 
     assert message.count(" is 1 x 6 x 64, expected ") == 3
     counted = re.findall(r" and (\d+) more, and nothing is resized", message)
@@ -223,12 +225,12 @@ def test_the_advice_names_a_file_of_the_same_format(suffix):
 def test_the_note_tells_how_to_state_an_assumed_head_count(tmp_path):
     changes = {"depth": 2, "img_size": 32, "num_heads": 6}
     weights = weights_of(**changes)
-    bare = load_encoder(str(saved(tmp_path / "w.pth", weights)))
+    bare = load_encoder(str(save_checkpoint(tmp_path / "w.pth", weights)))
     config = advised_config(bare.weights_info.note) | {"architecture": NAME}
     assert "3 heads of 64 channels assumed" in bare.weights_info.note
     assert (bare.num_heads, config["model_args"]) == (3, {"num_heads": 6})
     config["model_args"] |= {"depth": 2}
-    assert load_encoder(folder_of(tmp_path / "f", weights, config)).num_heads == 6
+    assert load_encoder(save_hf_folder(tmp_path / "f", weights, config)).num_heads == 6
 
 
 def test_registers_with_the_names_of_dinov2_are_loaded_into_timm(tmp_path):

@@ -24,9 +24,9 @@ from tests.support.faults import DINO_LIKE
 from tests.support.foreign_weights import (
     Weights,
     assert_same_weights,
-    folder_of,
-    message_of,
-    saved,
+    get_load_error,
+    save_checkpoint,
+    save_hf_folder,
     timm_model,
 )
 
@@ -40,7 +40,7 @@ QKV = "blocks.0.attn.qkv.weight"
 )
 def test_tensors_that_are_not_dense_floats_are_refused_by_name(tmp_path, capsys, spoil):
     weights = build_vit(DINO_LIKE, seed=0).state_dict()
-    path = saved(tmp_path / "w.pth", {"model": weights | {QKV: spoil(weights[QKV])}})
+    path = save_checkpoint(tmp_path / "w.pth", {"model": weights | {QKV: spoil(weights[QKV])}})
     assert main(["models", str(path)]) == 4
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{path}: {QKV} is " in line
@@ -61,39 +61,39 @@ def save_own_checkpoint(root: Path) -> str:
 def save_for_timm(root: Path) -> str:
     weights = build_vit(DINO_LIKE, seed=0).state_dict()
     weights[QKV] = weights[QKV].to(torch.int8)
-    return f"timm:vit_tiny_patch16_224@{saved(root / 'w.pth', weights)}"
+    return f"timm:vit_tiny_patch16_224@{save_checkpoint(root / 'w.pth', weights)}"
 
 
 @pytest.mark.parametrize("save", [save_own_checkpoint, save_for_timm])
 def test_tensors_of_own_and_timm_files_are_checked_equally(tmp_path, save):
-    assert f"{QKV} is int8, strided, on cpu" in message_of(save(tmp_path))
+    assert f"{QKV} is int8, strided, on cpu" in get_load_error(save(tmp_path))
 
 
 def test_all_floats_and_int64_indices_are_accepted(tmp_path):
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         weights = {name: value.to(dtype) for name, value in timm_model().state_dict().items()}
-        encoder = load_encoder(str(saved(tmp_path / "w.pth", weights)))
+        encoder = load_encoder(str(save_checkpoint(tmp_path / "w.pth", weights)))
         assert torch.equal(encoder.module.state_dict()[QKV], weights[QKV].float())
     name = "swin_tiny_patch4_window7_224"
     small = {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1)}
     swin = timm.create_model(name, num_classes=0, **small).state_dict()
     index = {"layers.0.blocks.0.attn.relative_position_index": torch.zeros(49, 49).long()}
     config = {"architecture": name, "model_args": small}
-    load_encoder(folder_of(tmp_path / "swin", {**swin, **index}, config))
+    load_encoder(save_hf_folder(tmp_path / "swin", {**swin, **index}, config))
 
 
 def test_an_index_that_is_not_int64_is_refused_by_name(tmp_path):
     index = {"blocks.0.attn.relative_position_index": torch.zeros(4, 4, dtype=torch.int32)}
     weights = build_vit(DINO_LIKE, seed=0).state_dict() | index
-    message = message_of(saved(tmp_path / "w.pth", {"model": weights}))
+    message = get_load_error(save_checkpoint(tmp_path / "w.pth", {"model": weights}))
     assert "relative_position_index is int32" in message
 
 
 @pytest.mark.parametrize(("name", "wrapped"), [(5, True), (("a", 1), False)])
 def test_a_name_that_is_not_a_string_is_refused(tmp_path, name, wrapped):
     weights: dict[Any, Tensor] = {**timm_model().state_dict(), name: torch.zeros(3)}
-    path = saved(tmp_path / "w.pth", {"model": weights} if wrapped else weights)
-    assert f"{path}: the key [{name!r}]" in message_of(path)
+    path = save_checkpoint(tmp_path / "w.pth", {"model": weights} if wrapped else weights)
+    assert f"{path}: the key [{name!r}]" in get_load_error(path)
 
 
 ADAM = {
@@ -152,7 +152,7 @@ ALONE: dict[str, Callable[[Weights], dict[str, Any]]] = {
 @pytest.mark.parametrize("wrap", ALONE.values(), ids=ALONE)
 def test_the_wrappers_around_a_model_are_removed(tmp_path, wrap):
     weights = timm_model().state_dict()
-    encoder = load_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights))))
+    encoder = load_encoder(str(save_checkpoint(tmp_path / "w.ckpt", wrap(weights))))
     assert encoder.loaded_keys == len(weights) <= encoder.total_keys <= len(weights) + 2
     assert "is used, not" not in encoder.weights_info.note
     assert_same_weights(encoder.module, weights)
@@ -196,7 +196,7 @@ TWO: dict[str, Callable[[Weights, Weights], dict[str, Any]]] = {
 def test_the_averaged_encoder_of_two_is_used_and_reported(tmp_path, wrap):
     weights = timm_model().state_dict()
     other = {name: value + 1 for name, value in weights.items()}
-    encoder = load_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights, other))))
+    encoder = load_encoder(str(save_checkpoint(tmp_path / "w.ckpt", wrap(weights, other))))
     assert_same_weights(encoder.module, weights)
     used, _, rest = encoder.weights_info.note.partition(" is used, not ")
     unused = rest.partition(";")[0]
@@ -230,4 +230,4 @@ TORN = {name: value for name, value in WHOLE.items() if name != "norm.bias"}
     ],
 )
 def test_a_refusal_states_its_reason(tmp_path, content, problem):
-    assert problem in message_of(saved(tmp_path / "w.pth", content))
+    assert problem in get_load_error(save_checkpoint(tmp_path / "w.pth", content))

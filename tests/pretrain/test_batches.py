@@ -34,7 +34,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from tests.pretrain.plans import CPU, plan_of, state_of
 from tests.support.faults import photo_folder
-from tests.support.places import one_of
+from tests.support.torchrun import set_torchrun_env
 
 GIB = 2**30
 ALBUM = [
@@ -146,7 +146,7 @@ def test_first_repeats_have_the_usual_crops_and_others_new_ones():
 def test_joined_chunks_equal_the_micro_batch(crops, chunks):
     whole = make_batches(ALBUM, 10, crops, repeats=3, num_micro_batches=2)
     # A resumed run starts with a later micro-batch.
-    joined = crops.join(load_chunks(whole, WorkerPlan(num_chunks=chunks), range(1, 2), CPU), CPU)
+    joined = crops.collate(load_chunks(whole, WorkerPlan(num_chunks=chunks), range(1, 2), CPU), CPU)
     assert are_equal(joined, whole[1])
 
 
@@ -179,7 +179,7 @@ def test_at_most_half_of_the_free_memory_is_used(monkeypatch, free, count, free_
 
 
 def test_processes_on_one_machine_share_the_limit(monkeypatch):
-    one_of(monkeypatch, 8, LOCAL_WORLD_SIZE="8")
+    set_torchrun_env(monkeypatch, 8, LOCAL_WORLD_SIZE="8")
     plan = plan_workers(make_dino_batches(num_ranks=8), 16, 2.0)
     assert plan.shared_bytes < 2 * GIB
     assert str(plan).startswith("data workers: 16 for each of 8 processes, up to ")

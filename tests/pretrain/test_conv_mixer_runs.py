@@ -20,7 +20,7 @@ from ssl_bench.models import ConvMixerConfig, build_encoder, load_encoder
 from tests.pretrain import plans
 from tests.pretrain.plans import CPU
 from tests.support.faults import class_folders
-from tests.support.runs import assert_goes_on_to_the_bit, log_rows
+from tests.support.runs import assert_resumes_exactly, log_rows
 
 TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size=3)
 FROZEN = replace(TINY, frozen_filters=True)
@@ -54,7 +54,7 @@ def plan_of(root, **parts) -> Pretraining:
 def test_a_stopped_run_with_frozen_filters_continues_bit_for_bit(images, tmp_path):
     optimizer = Soap(lr=0.3, precondition_frequency=2)
     plan = plan_of(images, model=FROZEN, optimizer=optimizer, max_steps=4)
-    path = assert_goes_on_to_the_bit(plan, tmp_path, parts=3, steps=3)
+    path = assert_resumes_exactly(plan, tmp_path, parts=3, steps=3)
     weights, initial = load_encoder(str(path)).module.state_dict(), build_encoder(TINY, seed=3)
     changed = {n for n, v in initial.state_dict().items() if not torch.equal(v, weights[n])}
     assert changed == {name for name in weights if not name.endswith("depthwise.weight")}

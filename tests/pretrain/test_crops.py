@@ -36,7 +36,7 @@ from pretrain.crops.augmentation import (
     augment,
 )
 from pretrain.crops.multi import MultiCrop
-from pretrain.crops.plain import BOX_NUMBERS, PlainCrop, crop, place_boxes
+from pretrain.crops.plain import NUM_RANDOMS_PER_BOX, PlainCrop, crop, place_boxes
 from pretrain.crops.single import (
     OPERATIONS,
     Mixture,
@@ -54,7 +54,11 @@ from pretrain.schedules import Timeline
 from ssl_bench.data.samples import Sample
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD
 from tests.pretrain.plans import CPU, TINY
-from tests.support.draws import alike, as_frequent, follows
+from tests.support.distributions import (
+    has_distribution,
+    have_same_distribution,
+    have_same_frequencies,
+)
 from tests.support.faults import unchecked_types
 
 ADJUST = {
@@ -109,7 +113,7 @@ def test_augmentation_of_a_batch_equals_torchvision(device):
 
 
 def test_colours_computed_for_all_or_only_changed_views_are_equal(monkeypatch):
-    monkeypatch.setattr(augmentation, "_compiled_jitter", lambda: augmentation.jitter_all)
+    monkeypatch.setattr(augmentation, "_compiled_jitter", lambda: augmentation.apply_one_jitter)
     pixels = picture(24, 20).repeat(60, 1, 1, 1)
     params = draw_params(MultiCrop(hue=0.5, grey_probability=0.4), images=6)
     ours = augmentation._change_colours_on_gpu(pixels, params)
@@ -140,16 +144,16 @@ def test_augmentations_have_the_official_probabilities_and_ranges():
     assert solarized == pytest.approx([0, 0.2, *[0] * 8], abs=0.04)
     assert blurred == pytest.approx([1, 0.1, *[0.5] * 8], abs=0.05)
     sigma = params.blur_sigma[params.blur_sigma > 0]
-    assert follows((sigma.numpy() - 0.1) / 1.9, uniform.cdf)
+    assert has_distribution((sigma.numpy() - 0.1) / 1.9, uniform.cdf)
     # Strengths are uniform, and all 24 orders are equally likely.
     lowest, width = np.array([0.6, 0.6, 0.8, -0.1]), np.array([0.8, 0.8, 0.4, 0.2])
     for shares in ((params.factors.numpy() - lowest) / width).T:
-        assert follows(shares, uniform.cdf)
+        assert has_distribution(shares, uniform.cdf)
     # Factors are never negative.
     jitter: Any = ColorJitter(saturation=1.5)
     least, largest = jitter.saturation
     factors = draw_params(MultiCrop(saturation=1.5), images=150).factors[:, SATURATION]
-    assert follows((factors.numpy() - least) / (largest - least), uniform.cdf)
+    assert has_distribution((factors.numpy() - least) / (largest - least), uniform.cdf)
     counts = params.order.unique(dim=0, return_counts=True)[1] / len(params.order)
     assert len(counts) == 24
     assert (counts - 1 / 24).abs().max() < 0.008
@@ -179,7 +183,7 @@ def test_a_value_at_the_threshold_is_solarized():
 
 
 def draw_boxes(size, scales, aspect_ratio):
-    numbers = np.random.default_rng(0).random((len(scales), 1, BOX_NUMBERS))
+    numbers = np.random.default_rng(0).random((len(scales), 1, NUM_RANDOMS_PER_BOX))
     return place_boxes(numbers, np.array([size]), scales, aspect_ratio)[:, 0]
 
 
@@ -214,7 +218,7 @@ def test_corners_are_distributed_as_in_torchvision():
         assert (boxes[:, 2:] == 3).all()
         counts.append(np.bincount(6 * boxes[:, 0] + boxes[:, 1], minlength=24))
     assert (counts[0] > 0).all()
-    assert as_frequent(*counts)
+    assert have_same_frequencies(*counts)
 
 
 @pytest.mark.parametrize(("size", "box"), [((10, 90), (0, 38, 10, 13)), ((90, 9), (39, 0, 12, 9))])
@@ -254,7 +258,7 @@ def test_colour_jitter_equals_torchvision_in_every_order():
     crops = replace(PLAIN, color_jitter=0.4)
     part = cut(crops, samples(6))
     part = replace(part, order=torch.tensor(orders), factors=torch.tensor([factors] * 6))
-    images, _, _ = crops.finish(part, CPU)
+    images, _, _ = crops.augment_on_device(part, CPU)
     for image, pixels, order in zip(images, part.pixels, orders, strict=True):
         expected = pixels.float() / 255
         for kind in order:
@@ -268,14 +272,14 @@ def test_colour_jitter_has_uniform_strengths_and_orders():
     counts = torch.unique(part.order, dim=0, return_counts=True)[1]
     assert counts.tolist() == pytest.approx([200] * 6, abs=5 * 13)  # The standard deviation is 13.
     for kind in (BRIGHTNESS, CONTRAST, SATURATION):
-        assert follows((part.factors[:, kind].numpy() - 0.6) / 0.8, uniform.cdf)
+        assert has_distribution((part.factors[:, kind].numpy() - 0.6) / 0.8, uniform.cdf)
     assert cut(replace(PLAIN, color_jitter=1.5), samples(9)).factors.min() >= 0
 
 
 def test_cutout_hides_only_its_square():
     cutout, some = replace(PLAIN, cutout=3), samples(2)
     part = replace(cut(cutout, some), cutout=torch.tensor([[0, 3, 1, 4], [10, 13, -1, 2]]))
-    before, after = (crops.finish(part, CPU)[0] for crops in (PLAIN, cutout))
+    before, after = (crops.augment_on_device(part, CPU)[0] for crops in (PLAIN, cutout))
     hidden = torch.zeros(2, 12, 12, dtype=torch.bool)
     hidden[0, 0:3, 1:4] = hidden[1, 10:, :2] = True
     assert torch.equal((after == 0).all(1), hidden)
@@ -287,11 +291,13 @@ def test_cutout_hides_only_its_square():
 def test_images_are_normalised_then_erased_then_mixed():
     part = cut(replace(PLAIN, erasing_probability=1.0, mixup=1.0), samples(4))
     assert (part.erased[:, 1] > 0).all()
-    assert part.mixture.own_share < 1
-    images, _, own_share = PLAIN.finish(part, CPU)
-    alone, _, _ = PLAIN.finish(replace(part, erased=0 * part.erased, mixture=Mixture()), CPU)
+    assert part.mixture.lam < 1
+    images, _, lam = PLAIN.augment_on_device(part, CPU)
+    alone, _, _ = PLAIN.augment_on_device(
+        replace(part, erased=0 * part.erased, mixture=Mixture()), CPU
+    )
     assert torch.equal(images, mix(erase(alone, part.erased, part.noise_seed), part.mixture))
-    assert own_share.item() == pytest.approx(part.mixture.own_share)
+    assert lam.item() == pytest.approx(part.mixture.lam)
 
 
 def posterize(image, bits):
@@ -314,12 +320,16 @@ def test_images_of_the_whole_recipe_are_distributed_as_in_timm(monkeypatch):
     np.random.seed(0)
     theirs = torch.stack([transform(whole) for _ in range(count)])
     crops, some = SingleCrop(erasing_probability=0.25), [Sample("", np.array(whole), label=0)]
-    ours, _, _ = crops.finish(cut(crops, some * count, size=24), CPU)
+    ours, _, _ = crops.augment_on_device(cut(crops, some * count, size=24), CPU)
 
     for measure in (torch.mean, torch.std, torch.amax, torch.amin):
-        assert alike(*(measure(images, dim=(1, 2, 3)) for images in (ours, theirs)))
-    assert alike(*(images.diff(dim=3).abs().mean((1, 2, 3)) for images in (ours, theirs)))
-    assert alike(*(images[:, 1, 0, 0] for images in (ours, theirs)))
+        assert have_same_distribution(
+            *(measure(images, dim=(1, 2, 3)) for images in (ours, theirs))
+        )
+    assert have_same_distribution(
+        *(images.diff(dim=3).abs().mean((1, 2, 3)) for images in (ours, theirs))
+    )
+    assert have_same_distribution(*(images[:, 1, 0, 0] for images in (ours, theirs)))
 
 
 def test_the_centers_of_squares_are_uniform_over_the_image():
@@ -341,9 +351,9 @@ def test_erased_rectangles_are_distributed_as_in_timm(monkeypatch):
     random.seed(0)
     theirs = np.array([edges_of_timm(RandomErasing(0.5, mode="pixel"), size) for _ in range(DRAWS)])
     erased = [edges[edges[:, 1] > 0] for edges in (ours, theirs)]
-    assert as_frequent(*([len(some), DRAWS - len(some)] for some in erased))
+    assert have_same_frequencies(*([len(some), DRAWS - len(some)] for some in erased))
     for one, other in zip(*map(measure_rectangles, erased, [size] * 2), strict=True):
-        assert alike(one, other)
+        assert have_same_distribution(one, other)
 
 
 def measure_rectangles(edges, size):
@@ -376,13 +386,13 @@ def test_erasing_fills_only_its_rectangle_with_standard_normal_noise():
     assert torch.equal(taken, expected)
     noise = erased[taken]
     assert len(noise.unique()) > 0.99 * len(noise)  # Pixels and channels differ.
-    assert follows(noise.numpy(), norm.cdf)
+    assert has_distribution(noise.numpy(), norm.cdf)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mixture", [Mixture(), Mixture(0.3), Mixture(1 - 12 / 64, (1, 5, 0, 3))])
 def test_mixed_images_and_their_loss_equal_timm(mixture, smoothing, monkeypatch):
-    params = (mixture.own_share if mixture.box is None else 0.5, mixture.box is not None)
+    params = (mixture.lam if mixture.box is None else 0.5, mixture.box is not None)
     monkeypatch.setattr(Mixup, "_params_per_batch", lambda _: params)
     monkeypatch.setattr(timm.data.mixup, "rand_bbox", lambda *_, **__: mixture.box)
     labels = torch.tensor([0, 2, 1, 1])
@@ -394,16 +404,16 @@ def test_mixed_images_and_their_loss_equal_timm(mixture, smoothing, monkeypatch)
     learner = Supervised(label_smoothing=smoothing).build(
         TINY, Timeline(10, 5), seed=1, class_names=("a", "b", "c")
     )
-    views = (mixed, labels, torch.tensor(mixture.own_share))
+    views = (mixed, labels, torch.tensor(mixture.lam))
     loss, _ = learner.loss(lambda shown: shown.flatten(1)[:, :3], views, 0)
 
     torch.testing.assert_close(mixed, images)
     torch.testing.assert_close(loss, SoftTargetCrossEntropy()(logits, targets))
 
 
-def own_shares(mixtures: list[Mixture], *, in_box: bool) -> list[float]:
+def lams(mixtures: list[Mixture], *, in_box: bool) -> list[float]:
     mixed = [one for one in mixtures if one != Mixture()]
-    return [one.own_share for one in mixed if (one.box is not None) == in_box]
+    return [one.lam for one in mixed if (one.box is not None) == in_box]
 
 
 @pytest.mark.parametrize(
@@ -424,31 +434,31 @@ def test_mixtures_are_distributed_as_in_timm(crops):
 
     counts = ([mixtures.count(Mixture())] for mixtures in (ours, theirs))
     for in_box in (True, False):
-        one, other = (own_shares(mixtures, in_box=in_box) for mixtures in (ours, theirs))
-        assert not one or alike(one, other)
+        one, other = (lams(mixtures, in_box=in_box) for mixtures in (ours, theirs))
+        assert not one or have_same_distribution(one, other)
         counts = [[*c, len(o)] for c, o in zip(counts, (one, other), strict=True)]
-    assert as_frequent(*counts)
+    assert have_same_frequencies(*counts)
     for mixture in ours:
         if mixture.box:
             top, bottom, left, right = mixture.box
             rest = 1 - (bottom - top) * (right - left) / size**2
-            assert mixture.own_share == pytest.approx(rest)
+            assert mixture.lam == pytest.approx(rest)
     # Boxes inside the image are squares whose sides may be odd.
     boxes = np.array([m.box for m in ours if m.box]).reshape(-1, 4)
     inside = boxes[(boxes > 0).all(1) & (boxes < size).all(1)]
     assert (inside[:, 1] - inside[:, 0] == inside[:, 3] - inside[:, 2]).all()
     assert not len(boxes) or {*(inside[:, 1] - inside[:, 0]) % 2} == {0, 1}
     edges = (zip(*(m.box for m in mixtures if m.box), strict=True) for mixtures in (ours, theirs))
-    assert all(alike(one, other) for one, other in zip(*edges, strict=True))
+    assert all(have_same_distribution(one, other) for one, other in zip(*edges, strict=True))
 
 
 def mixture_of_timm(mixup, size):
-    own_share, in_box = mixup._params_per_batch()
+    lam, in_box = mixup._params_per_batch()
     if not in_box:
-        return Mixture(float(own_share))
-    edges, own_share = cutmix_bbox_and_lam((3, size, size), own_share)
+        return Mixture(float(lam))
+    edges, lam = cutmix_bbox_and_lam((3, size, size), lam)
     top, bottom, left, right = map(int, edges)
-    return Mixture(float(own_share), (top, bottom, left, right))
+    return Mixture(float(lam), (top, bottom, left, right))
 
 
 OPTIONS = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
@@ -530,8 +540,8 @@ def test_operations_are_as_frequent_as_in_timm():
     names = ([name for draw in draws for name, _ in draw] for draws in both)
     counts = [[one.count(name) for name in OPERATIONS] for one in names]
     lengths = [[[*map(len, draws)].count(length) for length in range(3)] for draws in both]
-    assert as_frequent(*counts)
-    assert as_frequent(*lengths)
+    assert have_same_frequencies(*counts)
+    assert have_same_frequencies(*lengths)
     # All 15 operations are equally likely. Each of two is applied with a probability of 0.5.
     assert np.array(counts[0]) / MANY == pytest.approx(np.full(15, 1 / 15), abs=0.015)
     assert np.array(lengths[0]) / MANY == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
@@ -546,7 +556,7 @@ def test_arguments_are_distributed_as_in_timm():
             [value for draw in draws for one, value in draw if one == name]
             for draws in (draw_operations(), draw_operations_with_timm())
         )
-        assert alike(ours, theirs), name
+        assert have_same_distribution(ours, theirs), name
         assert {*np.sign(ours)} == {*np.sign(theirs)}, name
 
 
@@ -571,7 +581,7 @@ def test_black_and_white_are_normalised_as_computed_by_hand(crops):
     colours = DataOptions(mean=[0.0, 0.5, 0.1307], std=[1.0, 0.5, 0.3081]).normalization
     # The box is the whole image, so nothing is resized.
     groups = crops.cut([Sample("0", image, label=0)], [np.random.default_rng(0)], [8])
-    views = crops.finish(groups, CPU, colours)[0][0]
+    views = crops.augment_on_device(groups, CPU, colours)[0][0]
     # The last channel has the usual values of MNIST: -0.1307 / 0.3081 and 0.8693 / 0.3081.
     assert views.amin((1, 2)).tolist() == pytest.approx([0.0, -1.0, -0.42421], abs=1e-5)
     assert views.amax((1, 2)).tolist() == pytest.approx([1.0, 1.0, 2.82149], abs=1e-5)

@@ -154,7 +154,10 @@ def test_the_last_layer_is_frozen_for_the_first_epochs():
     learner = learner_of(steps=200, steps_per_epoch=10, **epochs)
     assert trained_names(39) == everything - last
     assert trained_names(40) == everything
-    assert learner.values(78)["teacher_temperature"] < learner.values(79)["teacher_temperature"]
+    assert (
+        learner.scheduled_values(78)["teacher_temperature"]
+        < learner.scheduled_values(79)["teacher_temperature"]
+    )
 
 
 def test_a_frozen_last_layer_counts_in_the_gradient_norm():
@@ -169,11 +172,16 @@ def test_a_frozen_last_layer_counts_in_the_gradient_norm():
 
 def test_schedules_have_the_official_values():
     learner = learner_of(steps=1000, steps_per_epoch=10)
-    assert learner.values(0) == {"momentum": pytest.approx(0.996), "teacher_temperature": 0.04}
-    assert learner.values(299)["teacher_temperature"] == 0.07
-    assert learner.values(150)["teacher_temperature"] == pytest.approx(0.04 + 0.03 * 150 / 299)
-    assert learner.values(500)["momentum"] == pytest.approx(0.998)
-    assert learner.values(1000)["momentum"] == 1
+    assert learner.scheduled_values(0) == {
+        "momentum": pytest.approx(0.996),
+        "teacher_temperature": 0.04,
+    }
+    assert learner.scheduled_values(299)["teacher_temperature"] == 0.07
+    assert learner.scheduled_values(150)["teacher_temperature"] == pytest.approx(
+        0.04 + 0.03 * 150 / 299
+    )
+    assert learner.scheduled_values(500)["momentum"] == pytest.approx(0.998)
+    assert learner.scheduled_values(1000)["momentum"] == 1
 
 
 def test_the_teacher_has_no_drop_path():
@@ -212,8 +220,8 @@ def test_training_equals_a_plain_training_loop():
     )  # fmt: skip
     setting = bench.Setting(CPU, TINY, objective, 4)
     groups = setting.groups()
-    ours, trainer = bench.ours(setting, AdamW(lr=2.0), groups)
-    plain = bench.plain(setting, groups, trainer.values)
+    ours, trainer = bench.build_suite_candidate(setting, AdamW(lr=2.0), groups)
+    plain = bench.build_plain_candidate(setting, groups, trainer.scheduled_values)
     # The steps are far apart, because the learning rate is small during the warm-up.
     steps = range(0, 4_000, 1_000)
     losses = [ours.take_step(step)["loss"].item() for step in steps]

@@ -27,7 +27,7 @@ from ssl_bench.models import (
 from ssl_bench.system.files import file_sha256
 from tests.pretrain import plans
 from tests.pretrain.plans import SMALL_DINO, album, state_of, stopped_after_a_step
-from tests.support.faults import expect_error, pretraining
+from tests.support.faults import expect_error, make_pretrain_args
 from tests.support.runs import log_rows
 
 TINY = replace(plans.TINY, num_registers=1)
@@ -116,7 +116,7 @@ def test_fixed_positions_can_become_learned_but_not_the_reverse(tmp_path):
 
 
 def test_missing_weights_and_other_architectures_are_refused(workdir, capsys):
-    missing = pretraining(workdir / "photos", "other", "init_from=runs/nothing")
+    missing = make_pretrain_args(workdir / "photos", "other", "init_from=runs/nothing")
     assert "no checkpoint at runs/nothing" in expect_error(capsys, missing, 4)
     config = ConvMixerConfig(image_size=16, patch_size=4, dim=8, depth=1)
     start = save_initial(workdir / "mixer.safetensors", config)

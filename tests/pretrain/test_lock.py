@@ -15,7 +15,7 @@ from pretrain.lock import lock_folder
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system import output
-from tests.support.faults import exit_code, expect_error, fork, pretraining
+from tests.support.faults import exit_code, expect_error, fork, make_pretrain_args
 from tests.support.runs import log_rows
 
 FORK = multiprocessing.get_context("fork")
@@ -35,10 +35,10 @@ def start_run(*arguments: str) -> int:
 
 
 def test_a_folder_in_use_is_refused_and_not_changed(workdir, capsys):
-    child = start_run(*pretraining(workdir / "photos", "run", "train.seed=1"))
+    child = start_run(*make_pretrain_args(workdir / "photos", "run", "train.seed=1"))
     before = Path("run/config.yaml").read_bytes()
     for flags in ([], ["--overwrite"]):
-        words = pretraining(workdir / "photos", "run", "train.seed=2", *flags)
+        words = make_pretrain_args(workdir / "photos", "run", "train.seed=2", *flags)
         message = expect_error(capsys, words, 2)
         assert f"(process {child} on " in message
         assert "`--out FOLDER`" in message
@@ -122,7 +122,7 @@ def test_processes_that_lock_and_unlock_never_overlap(workdir):
 
 
 def test_workers_that_outlive_a_killed_run_hold_no_lock(workdir):
-    child = start_run(*pretraining(workdir / "photos", "run", "train.num_workers=2"))
+    child = start_run(*make_pretrain_args(workdir / "photos", "run", "train.num_workers=2"))
     children = Path(f"/proc/{child}/task/{child}/children").read_text()
     workers = [int(number) for number in children.split()]
     for worker in workers:
@@ -179,5 +179,5 @@ def test_a_lock_of_an_unknown_process_is_respected(tmp_path, monkeypatch, number
 
 def test_a_run_that_cannot_begin_leaves_no_folder(workdir, capsys):
     words = ("train.batch_size=3", "train.accumulation=2")
-    expect_error(capsys, pretraining(workdir / "photos", "run", *words), 2)
+    expect_error(capsys, make_pretrain_args(workdir / "photos", "run", *words), 2)
     assert not Path("run").exists()

@@ -18,12 +18,12 @@ from pretrain.logging import LogFile, ProgressBar
 from pretrain.trackers import TensorBoardLog, WandbLog
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
-from tests.support.faults import expect_error, pretraining
+from tests.support.faults import expect_error, make_pretrain_args
 from tests.support.runs import log_rows
 
 
 def test_a_run_continues_with_a_damaged_log(workdir):
-    run = pretraining(workdir / "photos", "run")
+    run = make_pretrain_args(workdir / "photos", "run")
     assert main([*run, "train.max_minutes=0.0"]) == 0
     row, damaged = Path("run/log.jsonl").read_bytes(), [b"[1]", b"null", b'{"epoch": 1}', b""]
     damaged += [b'{"step": "1"}', b'{"step": 1, "lo', b'{"step": 1, "\xff": 1}', bytes(40)]
@@ -41,7 +41,7 @@ def test_the_remaining_time_is_never_negative(workdir, monkeypatch, capsys):
     monkeypatch.setattr(logging, "Clock", ClockAfterAnHour)
     monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
     words = ("train.max_minutes=0.5", "train.epochs=1000", "train.max_steps=2000")
-    assert main(pretraining(workdir / "photos", "run", *words)) == 0
+    assert main(make_pretrain_args(workdir / "photos", "run", *words)) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert line.endswith("  00:00 left")
 
@@ -132,7 +132,7 @@ def test_trackers_receive_all_finite_numbers_without_repeated_steps(tmp_path, ru
 
 def test_a_run_continues_its_run_of_each_tracker(workdir, runs):
     pytest.importorskip("tensorboard")
-    words = pretraining(workdir / "photos", "run", "train.max_steps=2", "train.wandb=skips")
+    words = make_pretrain_args(workdir / "photos", "run", "train.max_steps=2", "train.wandb=skips")
     assert main([*words, "train.max_minutes=0.0"]) == 0
     assert main([*words, "--resume"]) == 0
     assert main([*words, "--overwrite", "train.tensorboard=true"]) == 0
@@ -171,5 +171,5 @@ def test_a_missing_tracker_is_reported_before_anything_is_written(
 ):
     monkeypatch.delitem(sys.modules, f"torch.utils.{package}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    assert remedy in expect_error(capsys, pretraining(workdir / "photos", "run", word), 5)
+    assert remedy in expect_error(capsys, make_pretrain_args(workdir / "photos", "run", word), 5)
     assert not (workdir / "run").exists()

@@ -35,7 +35,7 @@ from ssl_bench.results import ResultStore
 from ssl_bench.system.files import file_sha256, read_digests
 from tests.pretrain.plans import TINY, album, plan_of, state_of, stopped_after_a_step
 from tests.support.faults import PRETRAIN, unchecked_types
-from tests.support.runs import assert_same_run, end_after_parts, log_rows
+from tests.support.runs import assert_same_run, interrupt_at_micro_batch, log_rows
 
 # A step takes two of thirteen images.
 STEPS_PER_EPOCH = 6
@@ -67,7 +67,7 @@ def test_encoders_of_the_requested_epochs_are_kept_with_digests(kept, root, tmp_
         assert digests == [file_sha256(path)]
     # A run that is stopped after this epoch has the same encoder.
     with pytest.MonkeyPatch.context() as patch:
-        end_after_parts(patch, MultiCrop, 2 * STEPS_PER_EPOCH)
+        interrupt_at_micro_batch(patch, MultiCrop, 2 * STEPS_PER_EPOCH)
         with pytest.raises(Preempted):
             plan(root).run(tmp_path / "early", device="cpu")
     assert state_of(tmp_path / "early")["step"] == 2 * STEPS_PER_EPOCH

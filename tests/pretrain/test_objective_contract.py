@@ -37,7 +37,7 @@ from ssl_bench.models.config import find_registered, registered_names
 from ssl_bench.models.loading.checkpoint import load_checkpoint
 from tests.pretrain.plans import CPU, album, state_of
 from tests.support.objectives import OBJECTIVES, reduced_options
-from tests.support.runs import assert_goes_on_to_the_bit, flat
+from tests.support.runs import assert_resumes_exactly, flat
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 PLUGIN = re.findall(r"^`[\w/]+/rotation\.py`:\n```python\n(.*?)^```", PAGE, re.DOTALL | re.M)[0]
@@ -129,7 +129,7 @@ def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -
         crops.cut(samples[start:end], generators[start:end], sizes)
         for start, end in pairwise(edges)
     ]
-    return list(crops.finish(crops.join(chunks, CPU) if cuts else chunks[0], CPU))
+    return list(crops.augment_on_device(crops.collate(chunks, CPU) if cuts else chunks[0], CPU))
 
 
 def step_of(learner: Learner, views: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,7 +183,7 @@ def test_a_learner_contains_its_encoders_and_has_finite_schedules(name):
     for name, value in weights[0].items():
         assert all(torch.equal(value, other[name]) for other in weights)
     for step in range(TIMELINE.total_steps):
-        assert all(map(math.isfinite, learner.values(step).values()))
+        assert all(map(math.isfinite, learner.scheduled_values(step).values()))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -263,7 +263,7 @@ def test_stopped_runs_continue_bit_for_bit_and_save_their_encoder(name, tmp_path
         data = replace(plan.data, root=str(album(tmp_path / "photos", 9)))
         plan = replace(plan, data=data)
     plan = replace(plan, train=TrainOptions(**options))
-    path = assert_goes_on_to_the_bit(plan, tmp_path, parts=7, workers=2)
+    path = assert_resumes_exactly(plan, tmp_path, parts=7, workers=2)
     learner, weights = learner_of(plan), state_of(tmp_path / "whole")["learner"]
     prefix = next(key for key, module in learner.named_modules() if module is learner.encoder)
     for key, value in load_checkpoint(path)[0].state_dict().items():

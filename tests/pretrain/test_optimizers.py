@@ -101,9 +101,9 @@ def test_the_name_of_a_matrix_decides_about_its_decay(name, decays, decays_as_to
         assert bool(decayed["params"]) == expected
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("global_norm", [False, True])
 @pytest.mark.parametrize("most", [3.0, 1e6])
-def test_clipping_equals_torch(whole, most):
+def test_clipping_equals_torch(global_norm, most):
     generator = torch.Generator().manual_seed(0)
     shapes = [(4, 5), (3,), (), (2, 3, 2, 2), (30, 30)]
     ours, theirs = ([nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in "ab")
@@ -111,12 +111,12 @@ def test_clipping_equals_torch(whole, most):
         one.grad = torch.randn(one.shape, generator=generator)
         other.grad = one.grad.clone()
     frozen = nn.Parameter(torch.zeros(3))
-    norms = clip_gradients(iter([frozen, *ours]), most, whole=whole)
+    norms = clip_gradients(iter([frozen, *ours]), most, global_norm=global_norm)
 
     # Torch clips by the norm of all given tensors.
-    groups = [theirs] if whole else [[parameter] for parameter in theirs]
+    groups = [theirs] if global_norm else [[parameter] for parameter in theirs]
     expected = torch.stack([nn.utils.clip_grad_norm_(group, most) for group in groups])
-    torch.testing.assert_close(norms.norm()[None] if whole else norms, expected)
+    torch.testing.assert_close(norms.norm()[None] if global_norm else norms, expected)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert frozen.grad is None

@@ -45,8 +45,8 @@ class Steps:
         self.trainer = Trainer(learner, recipe, train, TIMELINE, TrainingRanks(device=self.device))
 
     def take(self, step):
-        finish = OBJECTIVE.crops.finish
-        parts = (finish(part, self.device) for part in [self.groups])
+        augment = OBJECTIVE.crops.augment_on_device
+        parts = (augment(part, self.device) for part in [self.groups])
         return self.trainer.take_step(step, parts)
 
     def losses(self, steps):
@@ -106,7 +106,7 @@ def test_bfloat16_and_float32_gradients_have_the_same_direction():
     gradients = []
     for precision in ("float32", "bfloat16"):
         steps = Steps(AdamW(), precision=precision, compile=False)
-        views = OBJECTIVE.crops.finish(steps.groups, steps.device)
+        views = OBJECTIVE.crops.augment_on_device(steps.groups, steps.device)
         steps.trainer._accumulate_gradients(0, iter([views]))
         parameters = steps.trainer.learner.student.parameters()
         gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))

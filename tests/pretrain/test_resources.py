@@ -31,9 +31,9 @@ from tests.support.faults import (
     PRETRAIN,
     class_folders,
     expect_error,
+    make_pretrain_args,
+    make_supervised_args,
     photo_folder,
-    pretraining,
-    supervised,
 )
 from tests.support.runs import assert_same_run, log_rows
 
@@ -46,8 +46,8 @@ def run(root: Path, out: str, *more: str) -> int:
 
 @pytest.mark.parametrize(("count", "batch"), [(1, 1), (7, 1), (8, 2), (255, 32), (256, 64)])
 def test_the_default_batch_allows_four_steps_per_epoch(count, batch):
-    assert TrainOptions().resolve_batch_size(count).batch == batch
-    assert TrainOptions(batch_size=7).resolve_batch_size(count).batch == 7
+    assert TrainOptions().resolve_batch_size(count).resolved_batch_size == batch
+    assert TrainOptions(batch_size=7).resolve_batch_size(count).resolved_batch_size == 7
 
 
 def test_a_run_uses_and_prints_its_batch_size(workdir, capsys):
@@ -132,7 +132,7 @@ def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0
 def test_the_advice_after_memory_ran_out_works(workdir, capsys, monkeypatch, error):
     limit_memory(monkeypatch, 2, error)
     root = photo_folder(workdir / "few", 20)
-    words = pretraining(root, "run", "train.max_steps=2", "train.batch_size=8")
+    words = make_pretrain_args(root, "run", "train.max_steps=2", "train.batch_size=8")
     message = expect_error(capsys, words, 5)
     assert "step 1 with 8 images" in message
     assert "train.accumulation=4 --overwrite" in message
@@ -142,7 +142,7 @@ def test_the_advice_after_memory_ran_out_works(workdir, capsys, monkeypatch, err
 
 def test_out_of_memory_in_a_later_step_keeps_the_checkpoint(workdir, capsys, monkeypatch):
     limit_memory(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory"), first_step=2)
-    run = pretraining(workdir / "photos", "run", "train.checkpoint_minutes=0.0")
+    run = make_pretrain_args(workdir / "photos", "run", "train.checkpoint_minutes=0.0")
     message = expect_error(capsys, run, 5)
     # A saved run cannot be resumed with another accumulation.
     assert "train.accumulation=2 --out FOLDER" in message
@@ -165,7 +165,7 @@ def test_a_connection_lost_within_a_step_keeps_the_last_checkpoint(
         usual(self, step, found_inf)
 
     minutes = 0.0 if has_state else 9.0
-    run = pretraining(workdir / "photos", "run", f"train.checkpoint_minutes={minutes}")
+    run = make_pretrain_args(workdir / "photos", "run", f"train.checkpoint_minutes={minutes}")
     with monkeypatch.context() as patch:
         patch.setattr(DinoLearner, "update_teacher", lose)
         message = expect_error(capsys, run, 5)
@@ -178,7 +178,7 @@ def test_a_connection_lost_within_a_step_keeps_the_last_checkpoint(
     if has_state:
         assert state_of(Path("run"))["step"] == 2
     assert main([*run, "--resume"]) == 0
-    assert main(pretraining(workdir / "photos", "whole")) == 0
+    assert main(make_pretrain_args(workdir / "photos", "whole")) == 0
     weights = [Path(name, "last.safetensors").read_bytes() for name in ("run", "whole")]
     assert weights[0] == weights[1]
 
@@ -207,19 +207,19 @@ def test_out_of_memory_in_the_monitor_recommends_no_step_settings(workdir, capsy
     words = ["monitor.knn_epochs=1", "monitor.neighbours=2"]
     words.append(f"monitor.root={class_folders(workdir / 'classes', 2)}")
     assert "would fit" not in expect_error(
-        capsys, pretraining(workdir / "photos", "run", *words), 5
+        capsys, make_pretrain_args(workdir / "photos", "run", *words), 5
     )
 
 
 def test_smaller_models_are_advised_if_single_images_do_not_fit(workdir, capsys, monkeypatch):
     limit_memory(monkeypatch, 0, torch.OutOfMemoryError("CUDA out of memory"))
-    message = expect_error(capsys, pretraining(workdir / "photos", "run"), 5)
+    message = expect_error(capsys, make_pretrain_args(workdir / "photos", "run"), 5)
     assert "`model=vit_tiny_skip`" in message
     assert "accumulation" not in message
 
 
 def test_a_supervised_run_reads_labels_by_default(workdir, capsys):
-    words = supervised(class_folders(workdir / "classes", 4), "run", "train.max_steps=1")
+    words = make_supervised_args(class_folders(workdir / "classes", 4), "run", "train.max_steps=1")
     words.remove("data.labels=true")
     assert main(words) == 0
     assert "train_top1" in log_rows("run")[0]
@@ -337,9 +337,9 @@ def test_memory_is_tested_with_two_steps_of_two_micro_batches(
     monkeypatch.setattr(DinoLearner, "loss", loss)
     if fits is None:
         with pytest.raises(ValueError, match="broken"):
-            trainer.fits(5, lambda: views)
+            trainer.fits_in_memory(5, lambda: views)
     else:
-        assert trainer.fits(5, lambda: views) == fits
+        assert trainer.fits_in_memory(5, lambda: views) == fits
     assert calls == [5] * (4 if fits else 3)
     # The moments of the earlier step were forgotten.
     assert {int(one["step"]) for one in trainer.optimizer.state.values()} == {2 if fits else 1}

@@ -11,10 +11,10 @@ from pretrain.schedules import (
     LAST_LAYER_FREEZE,
     LR_WARMUP,
     TEMPERATURE_RISE,
-    Cosine,
-    Linear,
+    CosineSchedule,
+    LinearSchedule,
     Timeline,
-    Triangle,
+    TriangularSchedule,
 )
 from ssl_bench.errors import ConfigurationError
 
@@ -30,20 +30,20 @@ def official_cosine(start, end, num_steps, warmup_steps):
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7])
 def test_cosine_equals_the_official_schedule(warmup_steps):
-    schedule = Cosine(start=5e-4, end=1e-6, num_steps=20, warmup_steps=warmup_steps)
+    schedule = CosineSchedule(start=5e-4, end=1e-6, num_steps=20, warmup_steps=warmup_steps)
     values = [schedule(step) for step in range(20)]
     assert values == pytest.approx(official_cosine(5e-4, 1e-6, 20, warmup_steps), abs=1e-15)
 
 
 def test_linear_is_constant_after_its_last_step():
-    temperature = Linear(start=0.04, end=0.07, num_steps=4)
+    temperature = LinearSchedule(start=0.04, end=0.07, num_steps=4)
     values = [temperature(step) for step in range(6)]
     assert values == pytest.approx([0.04, 0.05, 0.06, 0.07, 0.07, 0.07])
-    assert Linear(start=0.04, end=0.07, num_steps=0)(0) == 0.07
+    assert LinearSchedule(start=0.04, end=0.07, num_steps=0)(0) == 0.07
 
 
 def test_triangle_equals_the_published_schedule():
-    schedule = Triangle(peak=0.05, num_steps=25)
+    schedule = TriangularSchedule(peak=0.05, num_steps=25)
     values = [schedule(step) for step in range(25)]
     expected = np.interp(np.arange(1, 26), [0, 10, 20, 25], [0, 0.05, 0.0025, 0])
     assert values == pytest.approx(expected, abs=1e-15)
@@ -55,8 +55,10 @@ def test_triangle_equals_the_published_schedule():
 
 def test_a_triangular_run_has_no_warmup():
     timeline = Timeline(total_steps=10, steps_per_epoch=5)
-    assert TrainOptions(schedule="triangular").lr_schedule(0.1, timeline) == Triangle(0.1, 10)
-    assert TrainOptions().lr_schedule(0.1, timeline) == Cosine(0.1, 1e-6, 10, 1)
+    assert TrainOptions(schedule="triangular").lr_schedule(0.1, timeline) == TriangularSchedule(
+        0.1, 10
+    )
+    assert TrainOptions().lr_schedule(0.1, timeline) == CosineSchedule(0.1, 1e-6, 10, 1)
     with pytest.raises(ConfigurationError) as caught:
         TrainOptions(schedule="triangular", warmup_epochs=2.0)
     assert caught.value.hint == ("train.warmup_epochs=null",)

@@ -51,8 +51,8 @@ def learner_of(objective=None, names=NAMES):
 def test_predicted_classes_count_by_their_share_of_the_image():
     # The own class is predicted for two of five images, and the mixed-in class for three.
     predicted, labels = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 2, 1, 0])
-    for own_share, top1 in [(1.0, 40.0), (0.75, 45.0), (0.25, 55.0), (0.0, 60.0)]:
-        views = (torch.zeros(5, 3, 16, 16), labels, torch.tensor(own_share))
+    for lam, top1 in [(1.0, 40.0), (0.75, 45.0), (0.25, 55.0), (0.0, 60.0)]:
+        views = (torch.zeros(5, 3, 16, 16), labels, torch.tensor(lam))
         _, report = learner_of().loss(lambda _: torch.eye(3)[predicted], views, 0)
         assert report["train_top1"].item() == pytest.approx(top1)
 
@@ -107,6 +107,6 @@ def test_a_run_does_not_continue_with_renamed_classes(root, tmp_path, monkeypatc
     stopped_after_a_step(plan, tmp_path)
     images = ClassFolders(root).train()
     renamed = replace(images, class_names=("azure", "red"))
-    monkeypatch.setattr(DataOptions, "open", lambda _: renamed)
+    monkeypatch.setattr(DataOptions, "find_images", lambda _: renamed)
     with pytest.raises(ConfigurationError, match="images:"):
         plan.run(tmp_path, resume=True, device="cpu")

@@ -23,15 +23,15 @@ from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import Soap
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.schedules import Cosine
+from pretrain.schedules import CosineSchedule
 from pretrain.step import Trainer, use_deterministic_operations
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, MachineError, Preempted
 from ssl_bench.models import load_encoder
 from tests.pretrain.plans import SMALL_DINO, TINY, album, plan_of, state_of
-from tests.support.faults import expect_error, photo_folder, pretraining, unchecked_types
-from tests.support.runs import assert_goes_on_to_the_bit, log_rows
+from tests.support.faults import expect_error, make_pretrain_args, photo_folder, unchecked_types
+from tests.support.runs import assert_resumes_exactly, log_rows
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +45,15 @@ def root(tmp_path_factory) -> Path:
 
 def call_before_step(monkeypatch, number, action):
     """Make a run call `action` just before step `number`, where the first step has the number 1."""
-    finish, calls = MultiCrop.finish, []
+    augment_on_device, calls = MultiCrop.augment_on_device, []
 
-    def finish_and_count(self, *arguments):
+    def augment_and_count(self, *arguments):
         calls.append(1)
         if len(calls) == number:
             action()
-        return finish(self, *arguments)
+        return augment_on_device(self, *arguments)
 
-    monkeypatch.setattr(MultiCrop, "finish", finish_and_count)
+    monkeypatch.setattr(MultiCrop, "augment_on_device", augment_and_count)
 
 
 def test_a_run_saves_its_teacher_and_logs_each_step(root, tmp_path, capsys, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_run_saves_its_teacher_and_logs_each_step(root, tmp_path, capsys, monk
     assert [row["epoch"] for row in rows] == [0] * 6 + [1] * 2
     assert list(rows[0])[:3] == ["step", "epoch", "loss"]
     assert {"momentum", "teacher_entropy", "images_per_second"} <= set(rows[0])
-    lr = Cosine(0.05 * 2 / 256, 1e-6, num_steps=8, warmup_steps=1)
+    lr = CosineSchedule(0.05 * 2 / 256, 1e-6, num_steps=8, warmup_steps=1)
     assert [row["lr"] for row in rows] == pytest.approx([lr(step) for step in range(8)])
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"]["seed"] == 3
     # The log contains the rates that the optimizer uses. Biases are not decayed.
@@ -95,7 +95,7 @@ def test_a_run_saves_its_teacher_and_logs_each_step(root, tmp_path, capsys, monk
 def test_a_new_run_recommends_bfloat16_on_cpus_with_instructions(
     workdir, capsys, monkeypatch, feature
 ):
-    run = pretraining(workdir / "photos", "run", "train.max_minutes=0.0")
+    run = make_pretrain_args(workdir / "photos", "run", "train.max_minutes=0.0")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True}, raising=False)
     for words, recommends in ((run, True), ([*run, "--resume"], False)):
         assert main(words) == 0
@@ -114,7 +114,7 @@ def test_the_log_has_the_speed_and_the_share_of_waiting(root, tmp_path, monkeypa
 def test_a_stopped_run_continues_bit_for_bit(root, tmp_path):
     soap = Soap(lr=0.05, precondition_frequency=3)
     plan = plan_of(root, model=replace(TINY, drop_path=0.2), optimizer=soap, seed=7)
-    assert_goes_on_to_the_bit(plan, tmp_path, sent=signal.SIGUSR1)
+    assert_resumes_exactly(plan, tmp_path, sent=signal.SIGUSR1)
 
 
 @pytest.mark.parametrize(
@@ -319,14 +319,14 @@ def test_invalid_options_are_refused_by_key(kind, options, key):
 
 def test_labels_need_a_root_folder():
     with pytest.raises(ConfigurationError) as caught:
-        DataOptions(labels=True).open()
+        DataOptions(labels=True).find_images()
     assert caught.value.hint == ("data.root={folder}",)
 
 
 @pytest.mark.parametrize("labels", ["true", "false"])
 def test_an_archive_is_refused_with_the_command_that_unpacks_it(workdir, capsys, labels):
     shutil.make_archive("train", "zip", workdir / "photos")
-    words = pretraining(Path("train.zip"), "run", f"data.labels={labels}")
+    words = make_pretrain_args(Path("train.zip"), "run", f"data.labels={labels}")
     assert "unzip train.zip" in expect_error(capsys, words, 3)
 
 
@@ -342,7 +342,9 @@ def test_a_deterministic_run_refuses_other_operations(tmp_path, capsys, monkeypa
         return usual(self, number, parts)
 
     monkeypatch.setattr(Trainer, "take_step", step)
-    run = pretraining(photo_folder(tmp_path / "photos"), str(tmp_path / "run"), "train.max_steps=2")
+    run = make_pretrain_args(
+        photo_folder(tmp_path / "photos"), str(tmp_path / "run"), "train.max_steps=2"
+    )
     message = expect_error(capsys, [*run, "train.deterministic=true"], 2)
 
     assert states == [(True, ":4096:8")] * 2

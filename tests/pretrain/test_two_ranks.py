@@ -16,26 +16,26 @@ from pretrain.checkpoints import has_state, load_state
 from ssl_bench.cli.__main__ import main
 from tests.support.faults import class_folders, photo_folder, unchecked_types
 from tests.support.runs import log_rows
-from tests.support.two_ranks import AT, run_arguments
+from tests.support.two_ranks import FAULT_STEP, run_arguments
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 # The exit codes of both processes, a part of the message, and the saved step.
 EXPECTED = {
-    "image:0": ([3, 3], "photos/3.png", AT),
+    "image:0": ([3, 3], "photos/3.png", FAULT_STEP),
     # The lost steps changed nothing, so no state is saved.
     "loss:1": ([2, 2], "not finite", None),
-    "SIGTERM:0": ([75, 75], "4 of 8 steps", AT + 1),
+    "SIGTERM:0": ([75, 75], "4 of 8 steps", FAULT_STEP + 1),
     # The process without Ctrl-C is requested to stop.
-    "SIGINT:0": ([130, 75], "interrupted", AT + 1),
-    "SIGINT:1": ([75, 130], "4 of 8 steps", AT + 1),
-    "worker:1": ([5, 5], "data worker", AT),
+    "SIGINT:0": ([130, 75], "interrupted", FAULT_STEP + 1),
+    "SIGINT:1": ([75, 130], "4 of 8 steps", FAULT_STEP + 1),
+    "worker:1": ([5, 5], "data worker", FAULT_STEP),
     "images:1": ([3, 3], "no images", None),
     # Only the first process writes the log and checks the folder.
-    "disk:0": ([5, 5], "No space left", AT + 1),
-    "monitor:0": ([5, 5], "process 0 failed: AssertionError", AT - 1),
+    "disk:0": ([5, 5], "No space left", FAULT_STEP + 1),
+    "monitor:0": ([5, 5], "process 0 failed: AssertionError", FAULT_STEP - 1),
     "taken:0": ([2, 2], "already contains a run", None),
-    "states:0": ([5, 5], "No space left", AT - 1),
+    "states:0": ([5, 5], "No space left", FAULT_STEP - 1),
 }
 OTHERS = ("slow disk:0", "slow monitor:0", "slower monitor:0", "skipped:1", "none:0")
 

@@ -15,7 +15,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError, UnreadableImage
 from ssl_bench.system.output import say_once
 from tests.pretrain.plans import SMALL_DINO, album, monitored, plan_of, stopped_after_a_step
-from tests.support.faults import exit_code, expect_error, fork, pretraining, unchecked_types
+from tests.support.faults import exit_code, expect_error, fork, make_pretrain_args, unchecked_types
 from tests.support.runs import assert_same_run, log_rows
 from tests.support.shards import tars_of, write_tar
 
@@ -48,7 +48,9 @@ def test_a_killed_process_continues_bit_for_bit(root, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = ("--resume", "train.num_workers=2", "train.checkpoint_minutes=0")
     killed, whole = (
-        pretraining(root / "shards/{000..003}.tar", str(folder), *options, "train.max_steps=12")
+        make_pretrain_args(
+            root / "shards/{000..003}.tar", str(folder), *options, "train.max_steps=12"
+        )
         for folder in (tmp_path / "killed", tmp_path / "whole")
     )
     log = tmp_path / "killed" / LOG
@@ -106,7 +108,7 @@ def test_damaged_images_in_tar_files_stop_runs_or_are_omitted(root, tmp_path):
 
 
 def test_the_number_of_images_can_be_limited(root):
-    images = DataOptions(root=str(root / "shards"), limit=5, labels=True).open()
+    images = DataOptions(root=str(root / "shards"), limit=5, labels=True).find_images()
     assert (len(images), images.name) == (5, "webdataset-limit5")
     assert {images[index].label for index in range(5)} == {0, 1}
 
@@ -132,6 +134,6 @@ def test_a_pattern_is_accepted_and_missing_files_are_counted(root, monkeypatch, 
         words = ["pretrain", pattern, "train.batch_size=2", "--dry-run", "--out", "run"]
         assert main(words) == 0
         assert "13 of webdataset all" in capsys.readouterr().out
-    missing = pretraining(root / "shards/{000..009}.tar", "run")
+    missing = make_pretrain_args(root / "shards/{000..009}.tar", "run")
     assert "6 of 10 tar files are missing" in expect_error(capsys, missing, 3)
     assert not Path("run", LOG).exists()

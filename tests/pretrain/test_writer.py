@@ -25,7 +25,7 @@ from tests.support.faults import (
     exit_code,
     expect_error,
     fork,
-    pretraining,
+    make_pretrain_args,
     unchecked_types,
 )
 from tests.support.runs import flat, log_rows
@@ -43,13 +43,13 @@ def wait_until(is_true, seconds=10.0) -> None:
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
     """Return a list that gets an item in each training step."""
-    finish, steps = MultiCrop.finish, []
+    augment_on_device, steps = MultiCrop.augment_on_device, []
 
-    def finish_and_count(self, *arguments):
+    def augment_and_count(self, *arguments):
         steps.append(1)
-        return finish(self, *arguments)
+        return augment_on_device(self, *arguments)
 
-    monkeypatch.setattr(MultiCrop, "finish", finish_and_count)
+    monkeypatch.setattr(MultiCrop, "augment_on_device", augment_and_count)
     return steps
 
 
@@ -67,13 +67,13 @@ def test_steps_do_not_change_a_state_that_is_being_written(workdir, monkeypatch,
             usual(workdir / "second", state)
 
     monkeypatch.setattr(checkpoints, "save_state", save_slowly)
-    assert main(pretraining(workdir / "photos", "run", *words)) == 0
+    assert main(make_pretrain_args(workdir / "photos", "run", *words)) == 0
     monkeypatch.setattr(checkpoints, "save_state", usual)
 
     assert written[2] >= 4
     assert written[6] == 6
     # This run is stopped and resumed once, so it takes two steps.
-    stopped = pretraining(workdir / "photos", "two", *words, "train.max_minutes=0.0")
+    stopped = make_pretrain_args(workdir / "photos", "two", *words, "train.max_minutes=0.0")
     assert main(stopped) == 0
     assert main([*stopped, "--resume"]) == 0
     one, other = (flat(state_of(workdir / name)) for name in ("second", "two"))
@@ -86,7 +86,7 @@ def test_steps_do_not_change_a_state_that_is_being_written(workdir, monkeypatch,
 @pytest.mark.slow
 @unchecked_types()
 def test_runs_killed_while_writing_continue_from_the_previous_state(workdir):
-    run = pretraining(workdir / "photos", "run", EVERY_EPOCH)
+    run = make_pretrain_args(workdir / "photos", "run", EVERY_EPOCH)
     usual = checkpoints._write
 
     def write_half_of_the_second(values, file) -> None:
@@ -106,13 +106,13 @@ def test_runs_killed_while_writing_continue_from_the_previous_state(workdir):
     load_encoder("run")
     assert main([*run, "--resume"]) == 0
     assert not list((workdir / "run").glob(".ssl-bench-*.tmp"))
-    assert main(pretraining(workdir / "photos", "whole", EVERY_EPOCH)) == 0
+    assert main(make_pretrain_args(workdir / "photos", "whole", EVERY_EPOCH)) == 0
     assert log_rows("run") == log_rows("whole")
     assert file_sha256(Path("run/last.safetensors")) == file_sha256(Path("whole/last.safetensors"))
 
 
 def test_a_run_killed_between_two_renames_continues(workdir):
-    run = pretraining(workdir / "photos", "run", EVERY_EPOCH, "train.max_minutes=0.0")
+    run = make_pretrain_args(workdir / "photos", "run", EVERY_EPOCH, "train.max_minutes=0.0")
     assert main(run) == 0
     for step, name in enumerate(("state.new.pt", "state.previous.pt"), start=2):
         Path("run/state.pt").rename(f"run/{name}")
@@ -137,7 +137,7 @@ def test_full_disks_end_the_run_and_keep_the_previous_state(workdir, capsys, mon
 
     monkeypatch.setattr(checkpoints, "_write", fail_from_step_4)
     monkeypatch.setattr(train.logging.StepReporter, "add", wait_and_add)
-    message = expect_error(capsys, pretraining(workdir / "photos", "run", EVERY_EPOCH), 5)
+    message = expect_error(capsys, make_pretrain_args(workdir / "photos", "run", EVERY_EPOCH), 5)
 
     assert "No space left on device" in message
     assert len(log_rows("run")) == 5
@@ -183,11 +183,11 @@ def test_a_slow_disk_does_not_change_the_kept_encoders(workdir, capsys, monkeypa
         keep(self, *arguments)
         kept.append(1)
 
-    assert main(pretraining(workdir / "photos", "quick", "train.keep_every=1")) == 0
+    assert main(make_pretrain_args(workdir / "photos", "quick", "train.keep_every=1")) == 0
     capsys.readouterr()
     monkeypatch.setattr(checkpoints, "save_encoder", save_slowly)
     monkeypatch.setattr(checkpoints.Saver, "keep", keep_and_count)
-    assert main(pretraining(workdir / "photos", "run", "train.keep_every=1")) == 0
+    assert main(make_pretrain_args(workdir / "photos", "run", "train.keep_every=1")) == 0
 
     output = capsys.readouterr().err
     for epoch in (1, 2, 3):
@@ -202,5 +202,5 @@ def test_a_slow_monitor_is_reported(workdir, capsys, monkeypatch, seconds, menti
     monkeypatch.setattr(train, "_MONITOR_SHARE", seconds)
     root = class_folders(workdir / "classes", 2)
     words = ("monitor.knn_epochs=9", f"monitor.root={root}", "monitor.neighbours=2")
-    assert main(pretraining(workdir / "photos", "run", *words, "train.max_steps=2")) == 0
+    assert main(make_pretrain_args(workdir / "photos", "run", *words, "train.max_steps=2")) == 0
     assert capsys.readouterr().err.count("depends on monitor.train_images") == mentions

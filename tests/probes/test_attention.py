@@ -37,7 +37,7 @@ from ssl_bench.results import ResultStore
 from ssl_bench.system.files import TILES
 from tests.support.faults import expect_error, paired_folders
 from tests.support.own_module import Own
-from tests.support.photographs import evaluated
+from tests.support.photographs import evaluate_probe
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=24, depth=2, num_heads=3)
 ALL = slice(None)
@@ -436,7 +436,7 @@ def test_all_classes_except_the_background_are_the_object(tmp_path):
     encoder = encoder_from_model(vit(), name="tiny")
 
     # The predicted masks contain all patches.
-    records = evaluated(Attention(mass=0.999, panels=0), dataset, store, encoder, [0])
+    records = evaluate_probe(Attention(mass=0.999, panels=0), dataset, store, encoder, [0])
 
     # A square of 16 x 16 pixels has class 8. Of 32 rows of 40 pixels, one is ignored.
     scores = {record.metric: record.value for record in records}
@@ -447,7 +447,7 @@ def test_photographs_without_masks_get_maps_of_all_heads(photographs: ImageFolde
     store = ResultStore(tmp_path / "out")
     encoder = encoder_from_model(vit(num_registers=2), name="tiny")
 
-    records = evaluated(Attention(truth="none", panels=2), photographs, store, encoder, (0, 1))
+    records = evaluate_probe(Attention(truth="none", panels=2), photographs, store, encoder, (0, 1))
 
     assert {(r.metric, r.unit, r.num_images) for r in records} == {("entropy", "", 2)}
     assert all(0 < record.value <= 1 for record in records)

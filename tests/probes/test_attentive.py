@@ -22,7 +22,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Score
 from ssl_bench.models import Encoder
 from ssl_bench.planning import plan_probes
-from tests.support.coloured_classes import flat, scored, tiny
+from tests.support.coloured_classes import build_constant_encoder, run_probe, tiny
 from tests.support.colours import Counter
 from tests.support.photographs import silent
 
@@ -35,7 +35,7 @@ def scores(
     root: Path, *, pool: AttentivePooling = QUICK, encoder: Encoder | None = None, **changes: Any
 ) -> dict[tuple[int, str, str], Score]:
     probe = LinearClassification(pool=pool, **{"crop_share": 1.0, "num_workers": 1, **changes})
-    return scored(probe, ClassFolders(root), encoder=encoder)
+    return run_probe(probe, ClassFolders(root), encoder=encoder)
 
 
 def wave(*shape: int, step: float) -> Tensor:
@@ -197,7 +197,7 @@ def test_attentive_heads_can_be_trained_on_shots(root):
 
 
 def test_patches_without_content_are_flagged(root):
-    score = scores(root, encoder=flat())[0, FACET, "top1_oracle"]
+    score = scores(root, encoder=build_constant_encoder())[0, FACET, "top1_oracle"]
 
     assert score.details["constant_features"]
     assert score.value < 50

@@ -19,8 +19,8 @@ from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.entries import baseline_note
 from ssl_bench.tables.sheets import render_tables
 from tests.support.coloured_classes import coloured_classes
-from tests.support.faults import probing, records, voc
-from tests.support.report_cells import cell, curve
+from tests.support.faults import make_probe_args, records, voc
+from tests.support.report_cells import build_record, curve
 from tests.support.spair import PAIRS, spair, write_annotation
 
 CELL = {"0/key": {"box": [0, 0, 1, 1], "hit": False, "degenerate": False}}
@@ -101,7 +101,7 @@ def test_the_middle_is_the_baseline_if_all_points_move_there(workdir):
     base = spair(workdir / "spair", PAIRS[:1])
     ends = {"src_kps": [[4, 4], [40, 4], [40, 28]], "trg_kps": [[20, 30], [21, 29], [19, 31]]}
     write_annotation(base, PAIRS[0], **ends)
-    words = probing("correspondence", "spair71k", workdir / "spair", "probe.protocol=spair")
+    words = make_probe_args("correspondence", "spair71k", workdir / "spair", "probe.protocol=spair")
 
     assert run_baselines([*words, "probe.image_size=64"])["pck_0.1"] == Baseline("middle", 100.0)
 
@@ -110,7 +110,9 @@ def test_the_middle_is_the_baseline_if_all_points_move_there(workdir):
 def test_the_baseline_of_masks_is_the_share_of_the_background(workdir, task):
     # An image has 32 x 40 pixels. The object has 16 x 16 pixels, and one row is ignored.
     share = 100 * (31 * 40 - 256) / (31 * 40)
-    for metric, baseline in run_baselines(probing(task, "voc2012", voc(workdir / "voc"))).items():
+    for metric, baseline in run_baselines(
+        make_probe_args(task, "voc2012", voc(workdir / "voc"))
+    ).items():
         assert baseline.answer == "constant class background"
         expected = share if metric == "pixel_accuracy" else share / 2
         assert baseline.value == pytest.approx(expected)
@@ -118,7 +120,7 @@ def test_the_baseline_of_masks_is_the_share_of_the_background(workdir, task):
 
 @pytest.mark.parametrize("task", ["knn", "classification"])
 def test_the_class_baseline_is_the_share_of_the_largest(workdir, task):
-    words = probing(task, "class_folders", coloured_classes(workdir / "classes"))
+    words = make_probe_args(task, "class_folders", coloured_classes(workdir / "classes"))
     for metric, baseline in run_baselines(words).items():
         # Each of the six classes has two images.
         assert baseline.value == pytest.approx(100 * (5 if "top5" in metric else 1) / 6)
@@ -126,14 +128,14 @@ def test_the_class_baseline_is_the_share_of_the_largest(workdir, task):
 
 @pytest.mark.parametrize(("strength", "is_still"), [("0.001", True), ("0.33", False)])
 def test_the_baseline_of_warps_is_perfect_only_if_nothing_moves(workdir, strength, is_still):
-    words = probing("correspondence", "folder", workdir / "photos", "probe.warp=homography")
+    words = make_probe_args("correspondence", "folder", workdir / "photos", "probe.warp=homography")
     baseline = run_baselines([*words, f"probe.strength={strength}"])["pck_0.05"]
     assert (baseline == Baseline("same place", 100.0)) == is_still
     assert is_still or baseline.value < 100
 
 
 def cell_with_baseline(**changes):
-    return replace(cell(**changes), details=Baseline("centre box", 31.25).as_details())
+    return replace(build_record(**changes), details=Baseline("centre box", 31.25).as_details())
 
 
 def test_tables_state_the_baseline_once_and_csv_in_every_row():
@@ -143,8 +145,8 @@ def test_tables_state_the_baseline_once_and_csv_in_every_row():
     assert "image-independent baseline (centre box): 31.2\n" in render_tables([table], "text")
     assert [row["baseline"] for row in table.csv_rows()] == [31.25, 31.25]
     assert table.as_json()["cells"][0]["baseline"] == {"answer": "centre box", "value": 31.25}
-    assert baseline_note([cell()]) == ""
-    other = replace(cell(), details=Baseline("centre box", 40.0).as_details())
+    assert baseline_note([build_record()]) == ""
+    other = replace(build_record(), details=Baseline("centre box", 40.0).as_details())
     assert baseline_note([rows[0], other]).endswith(": 31.2 to 40.0")
 
 
@@ -168,7 +170,7 @@ def test_the_report_draws_the_baseline_within_the_axes():
 )
 def test_a_record_with_an_impossible_baseline_is_refused(tmp_path, damaged):
     store = ResultStore(tmp_path)
-    store.save(replace(cell(), details={"baseline": damaged}))
+    store.save(replace(build_record(), details={"baseline": damaged}))
 
     with pytest.raises(DataError, match="baseline"):
         store.records()

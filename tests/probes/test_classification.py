@@ -35,14 +35,14 @@ from ssl_bench.evaluation import Score
 from ssl_bench.neighbours import class_rank
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import (
+    build_constant_encoder,
     class_context,
     coloured_classes,
-    flat,
-    of_images,
-    scored,
+    run_probe,
+    select_train_images,
     tiny,
 )
-from tests.support.faults import class_folders, probing, records
+from tests.support.faults import class_folders, make_probe_args, records
 from tests.support.heads import classification
 from tests.support.photographs import silent
 
@@ -56,7 +56,7 @@ def noisy(tmp_path_factory):
 
 
 def scores(dataset: Any, *, within: dict[str, Any] | None = None, **changes: Any):
-    return scored(classification(QUICK, **changes), dataset, **(within or {}))
+    return run_probe(classification(QUICK, **changes), dataset, **(within or {}))
 
 
 def test_every_facet_of_every_block_separates_colours(root):
@@ -78,7 +78,7 @@ def test_heads_equal_float64_regressions_of_scikit_learn(mode, noisy):
     dataset, layers = ClassFolders(noisy), [0, 1, 2]
     split = TrainingSplit.draw(dataset.train(), max_images=None, holdout=0.3, seed=0)
     probe = classification(QUICK, holdout=0.3, facet="patch_mean", layers_mode=mode)
-    found = scored(probe, dataset)
+    found = run_probe(probe, dataset)
 
     image_pass = ImagePass(probe, class_context(dataset), 64)
     train, val = (
@@ -172,7 +172,9 @@ def train_one_head(
 
 
 def test_constant_features_are_flagged(root):
-    score = scores(ClassFolders(root), within={"encoder": flat()})[0, "cls", "top1_holdout"]
+    score = scores(ClassFolders(root), within={"encoder": build_constant_encoder()})[
+        0, "cls", "top1_holdout"
+    ]
 
     # All images get the same prediction.
     assert score.value == pytest.approx(100 / 6)
@@ -183,7 +185,7 @@ def test_constant_features_are_flagged(root):
 def test_one_training_class_is_refused_and_missing_classes_are_counted(root):
     for pool in (FixedPooling(), AttentivePooling(queries=4)):
         with pytest.raises(DataError, match="class1") as error:
-            scores(of_images(root, [5, 6, 7, 8, 9]), pool=pool)
+            scores(select_train_images(root, [5, 6, 7, 8, 9]), pool=pool)
         assert error.value.hint == ("probe.train_images={larger}",)
     # Classes of held-out images do not count, and no draw may have a single class.
     whole = TrainingDraw(torch.tensor([0, 2]), None, None)
@@ -193,12 +195,12 @@ def test_one_training_class_is_refused_and_missing_classes_are_counted(root):
         draws.require_two_classes(torch.tensor([4, 4, 0, 2]))
     draws.require_two_classes(torch.tensor([4, 5, 0, 2]))
 
-    found = scores(of_images(root, range(25)))[0, "cls", "top1_holdout"]
+    found = scores(select_train_images(root, range(25)))[0, "cls", "top1_holdout"]
 
     assert "1 of 6 classes have no training image" in found.details["warnings"]
     assert found.value <= 84
     # Of one image of each class, one is held out. The scored heads are also trained on this one.
-    found = scores(of_images(root, range(0, 30, 5)))[0, "cls", "top1_holdout"]
+    found = scores(select_train_images(root, range(0, 30, 5)))[0, "cls", "top1_holdout"]
     assert (found.details["num_train_images"], found.details["num_held_out_images"]) == (6, 1)
     assert not any("no training image" in line for line in found.details["warnings"])
 
@@ -239,7 +241,7 @@ def test_each_protocol_has_the_settings_of_its_training():
 )
 def test_the_guesses_of_a_record_contain_the_values_used(workdir, words, parts):
     class_folders(workdir)
-    command = probing("classification", "class_folders", workdir, "probe.image_size=32")
+    command = make_probe_args("classification", "class_folders", workdir, "probe.image_size=32")
     command = [word for word in command if "c_values" not in word]
 
     assert main([*command, *(f"probe.{word}" for word in words)]) == 0

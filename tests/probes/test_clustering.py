@@ -33,8 +33,8 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import Encoder
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.entries import choose_main_metric
-from tests.support.coloured_classes import coloured_classes, flat, scored, tiny
-from tests.support.photographs import evaluated
+from tests.support.coloured_classes import build_constant_encoder, coloured_classes, run_probe, tiny
+from tests.support.photographs import evaluate_probe
 
 TABLE = np.array([[4, 0], [0, 3], [1, 2]])
 
@@ -195,7 +195,7 @@ def colours(tmp_path):
 def scores(dataset, encoder: Encoder | None = None, *, seed=0, **options):
     """Run the clustering probe on two blocks. Return the scores of the second block, by metric."""
     probe = Clustering(**{"facet": "patch_mean", "num_workers": 1, **options})
-    found = scored(probe, dataset, encoder=encoder or tiny(), layers=(0, 1), seed=seed)
+    found = run_probe(probe, dataset, encoder=encoder or tiny(), layers=(0, 1), seed=seed)
     return {metric: score for (layer, _, metric), score in found.items() if layer == 1}
 
 
@@ -233,7 +233,7 @@ def test_more_clusters_than_classes_match_fewer_images(colours):
 
 
 def test_equal_features_are_flagged_and_have_no_agreement(colours):
-    found = scores(colours, flat())
+    found = scores(colours, build_constant_encoder())
 
     assert found["nmi"].details["constant_features"]
     assert found["nmi"].details["empty_clusters"] == 5
@@ -243,7 +243,9 @@ def test_equal_features_are_flagged_and_have_no_agreement(colours):
 
 def test_agreement_below_chance_is_stored_and_leads_the_table(colours, tmp_path, capsys):
     store = ResultStore(tmp_path / "out")
-    found = {r.metric: r for r in evaluated(Clustering(num_workers=1), colours, store, tiny(), [1])}
+    found = {
+        r.metric: r for r in evaluate_probe(Clustering(num_workers=1), colours, store, tiny(), [1])
+    }
     store.save(replace(found["ami"], value=-3.25, ci95=(-5.0, -1.0)))
     path = store.save(replace(found["nmi"], value=-3.25))
 

@@ -31,7 +31,7 @@ from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from tests.support.matrices import condition, normal, rank
 from tests.support.own_module import Layer, Own, own
-from tests.support.photographs import evaluated
+from tests.support.photographs import evaluate_probe
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
 BARE = replace(TINY, skip_attention=False, skip_mlp=False)
@@ -60,7 +60,7 @@ class Runner:
         options = {"num_images": 2, "image_size": encoder.native_size[0], **options}
         probe, store = Conditioning(**options), ResultStore(self.folder / out)
         say = self.messages.append
-        return evaluated(probe, self.photographs, store, encoder, layers, seed=seed, say=say)
+        return evaluate_probe(probe, self.photographs, store, encoder, layers, seed=seed, say=say)
 
 
 @pytest.fixture

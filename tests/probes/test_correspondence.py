@@ -42,7 +42,7 @@ from ssl_bench.results import ResultStore
 from ssl_bench.results.per_image import load_curve
 from tests.support.colours import Counter
 from tests.support.faults import unchecked_types
-from tests.support.photographs import evaluated
+from tests.support.photographs import evaluate_probe
 from tests.support.spair import TARGET_SIZE, WrittenPair, spair
 
 WARPS: dict[str, Any] = {
@@ -58,7 +58,7 @@ def tiny(**changes: Any) -> Encoder:
 
 def run(dataset: Dataset, store: ResultStore, *, encoder: Encoder | None = None, **options: Any):
     probe = Correspondence(**{**WARPS, **options})
-    return evaluated(probe, dataset, store, encoder or tiny(), (0, 2), overwrite=False)
+    return evaluate_probe(probe, dataset, store, encoder or tiny(), (0, 2), overwrite=False)
 
 
 def test_larger_alphas_score_higher_and_figure_names_state_the_warp(photographs, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record
-from tests.support.faults import class_folders, expect_error, probing, records, voc
+from tests.support.faults import class_folders, expect_error, make_probe_args, records, voc
 
 pytest.importorskip("imagecorruptions")
 
@@ -16,7 +16,7 @@ pytest.importorskip("imagecorruptions")
 def knn_command(place: Path, *more: str) -> list[str]:
     if not (place / "classes").exists():
         class_folders(place / "classes")
-    return probing("knn", "class_folders", place / "classes", *more)
+    return make_probe_args("knn", "class_folders", place / "classes", *more)
 
 
 def corruption_of(record: Record) -> str:
@@ -44,7 +44,7 @@ def test_each_corruption_has_its_own_results_with_clean_training_images(workdir,
 
 
 def test_stored_training_features_are_reused_for_every_corruption(workdir):
-    words = probing("segmentation", "voc2012", voc(workdir / "voc"), "probe.panels=0")
+    words = make_probe_args("segmentation", "voc2012", voc(workdir / "voc"), "probe.panels=0")
     words += ["probe.tier=disk", "probe.cache=kept"]
     assert main(words) == 0
     times = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*") if path.is_file()}

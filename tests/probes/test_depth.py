@@ -42,7 +42,7 @@ from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import TILES
 from tests.support.faults import picture
-from tests.support.photographs import context_of, evaluated, silent
+from tests.support.photographs import context_of, evaluate_probe, silent
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=24, depth=2, num_heads=3)
 SMALL = Depth(image_size=32, learning_rates=(1e-3, 1e-2), epochs=3, panels=1)
@@ -338,7 +338,7 @@ def encoder() -> Encoder:
 
 def run(probe: Depth, root: Path, encoder: Encoder, out: Path, **changes: Any) -> list[Any]:
     dataset = DepthFolders(root)
-    return evaluated(probe, dataset, ResultStore(out), encoder, (0, 1), **changes)
+    return evaluate_probe(probe, dataset, ResultStore(out), encoder, (0, 1), **changes)
 
 
 def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encoder, tmp_path):

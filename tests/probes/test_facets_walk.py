@@ -8,7 +8,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.key_descriptions import list_described_keys
 from ssl_bench.request import probing_config
 from ssl_bench.results import Record
-from tests.support.faults import SMALL, class_folders, expect_error, probing, records, voc
+from tests.support.faults import SMALL, class_folders, expect_error, make_probe_args, records, voc
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def data(workdir):
 def command(task: str, facet: str, *more: str) -> list[str]:
     dataset = "class_folders" if task in ("knn", "classification", "clustering") else "voc2012"
     on_disk = ["probe.tier=disk", "probe.cache=cache"] if task == "segmentation" else []
-    words = probing(task, dataset, Path(), "--layer", "all", f"probe.facet={facet}")
+    words = make_probe_args(task, dataset, Path(), "--layer", "all", f"probe.facet={facet}")
     return [*words, *on_disk, *more]
 
 

@@ -17,8 +17,8 @@ from ssl_bench.errors import UnfitEncoder
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
-from tests.support.faults import probing, records
-from tests.support.photographs import evaluated, noise_photographs
+from tests.support.faults import make_probe_args, records
+from tests.support.photographs import evaluate_probe, noise_photographs
 
 SMALL: dict[str, Any] = {"view_images": 3, "views": 2, "num_workers": 1}
 
@@ -41,7 +41,7 @@ def scores(dataset, model=None, *, layers=(0, 1), **options):
     run_options = {name: options.pop(name) for name in ("seed", "say") if name in options}
     probe, store = Geometry(**{**SMALL, **options}), ResultStore(dataset.root.parent / "out")
     encoder = encoder_from_model(model or vit(), name="tiny")
-    records = evaluated(probe, dataset, store, encoder, layers, **run_options)
+    records = evaluate_probe(probe, dataset, store, encoder, layers, **run_options)
     return {(record.layer, record.facet, record.metric): record for record in records}
 
 
@@ -209,7 +209,7 @@ def test_an_encoder_without_cls_has_no_cosine_with_it(photographs, encoder_witho
 
 
 def test_tables_state_why_a_value_or_interval_is_missing(workdir, capsys):
-    assert main(probing("geometry", "folder", workdir / "photos")) == 0
+    assert main(make_probe_args("geometry", "folder", workdir / "photos")) == 0
     for metric, missing, why in (
         ("register_patch_cosine", "value for block 1", "the encoder has no registers"),
         ("alpha_req", "value for block 1", "fewer than two eigenvalues"),

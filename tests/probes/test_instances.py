@@ -34,7 +34,7 @@ from ssl_bench.neighbours import unit_vectors
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import TILES
 from tests.support.faults import class_folders
-from tests.support.photographs import context_of, evaluated
+from tests.support.photographs import context_of, evaluate_probe
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=24, depth=2, num_heads=3)
 NONE = np.empty(0, np.int64)
@@ -165,7 +165,7 @@ class SameImages:
 
 def run(probe: Instances, dataset: Any, encoder: Encoder, folder: Path) -> dict[str, Record]:
     """Run the instance-retrieval probe on block 1. Return its stored scores by metric."""
-    records = evaluated(probe, dataset, ResultStore(folder), encoder, (1,))
+    records = evaluate_probe(probe, dataset, ResultStore(folder), encoder, (1,))
     return {record.metric: record for record in records}
 
 

@@ -22,8 +22,8 @@ from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import save_encoder
 from ssl_bench.neighbours import LabelledFeatures, knn_ranks, nearest, vote_rank
-from tests.support.coloured_classes import class_context, flat, scored, tiny
-from tests.support.faults import class_folders, encoder_file, expect_error, probing, records
+from tests.support.coloured_classes import build_constant_encoder, class_context, run_probe, tiny
+from tests.support.faults import class_folders, encoder_file, expect_error, make_probe_args, records
 
 
 def directions(*degrees):
@@ -124,7 +124,7 @@ def test_every_score_equals_that_of_features_extracted_one_by_one(root):
     probe = KNN(neighbours=(3, 10), facet=facets, crop_share=0.5, batch_size=5, engine="torch")
     dataset = ClassFolders(root)
 
-    found = scored(probe, dataset)
+    found = run_probe(probe, dataset)
 
     for layer, facet in itertools.product((0, 2), facets):
         queries, bank = (
@@ -188,7 +188,7 @@ def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, share: float
 def test_a_record_states_the_image_size_of_its_protocol(workdir, words, size, changed):
     class_folders(workdir)
 
-    assert main(probing("knn", "class_folders", workdir, *words)) == 0
+    assert main(make_probe_args("knn", "class_folders", workdir, *words)) == 0
 
     for record in records():
         assert record.settings["image_size"] == size
@@ -202,14 +202,14 @@ def test_a_record_states_the_image_size_of_its_protocol(workdir, words, size, ch
 )
 def test_more_neighbours_than_images_are_refused(root, changes, fitting):
     with pytest.raises(ConfigurationError) as error:
-        scored(KNN(**changes), ClassFolders(root))
+        run_probe(KNN(**changes), ClassFolders(root))
 
     assert error.value.hint == ("--task", "knn", f"probe.neighbours={fitting}")
 
 
 def test_default_neighbours_are_limited_to_the_number_of_images(workdir, capsys):
     class_folders(workdir, count=6)
-    words = probing("knn", "class_folders", workdir)
+    words = make_probe_args("knn", "class_folders", workdir)
     words = [word for word in words if not word.startswith("probe.")]
 
     assert main(words) == 0
@@ -231,15 +231,15 @@ def test_an_encoder_without_cls_is_refused_or_left_out(workdir, encoder_without_
     tasks = ("knn", "geometry", "classification", "clustering")
 
     for task in tasks:
-        line = expect_error(capsys, probing(task, "class_folders", workdir), 2)
+        line = expect_error(capsys, make_probe_args(task, "class_folders", workdir), 2)
         assert "`probe.facet=patch_mean`" in line
-    expect_error(capsys, probing("knn", "class_folders", workdir, "--dry-run"), 2)
-    words = [*probing("knn", "class_folders", workdir)[1:], "--task", ",".join(tasks)]
+    expect_error(capsys, make_probe_args("knn", "class_folders", workdir, "--dry-run"), 2)
+    words = [*make_probe_args("knn", "class_folders", workdir)[1:], "--task", ",".join(tasks)]
     words = [word for word in words if not word.startswith("probe.")]
     assert main(["sweep", *words, "--checkpoint", "vit.safetensors", "--dry-run"]) == 0
     messages = capsys.readouterr().err
     assert all(f"left out: {task} on class_folders: encoder" in messages for task in tasks)
-    words = probing("geometry", "class_folders", workdir, "probe.facet=patch_mean")
+    words = make_probe_args("geometry", "class_folders", workdir, "probe.facet=patch_mean")
     assert main(words) == 0
     capsys.readouterr()
     assert main([*words, "--dry-run"]) == 0
@@ -248,7 +248,7 @@ def test_an_encoder_without_cls_is_refused_or_left_out(workdir, encoder_without_
 
 def test_top5_accuracy_is_undefined_with_fewer_than_five_classes(workdir, capsys):
     class_folders(workdir)
-    assert main(probing("knn", "class_folders", workdir)) == 0
+    assert main(make_probe_args("knn", "class_folders", workdir)) == 0
     for record in records():
         is_top5 = record.metric.startswith("top5")
         assert (math.isnan(record.value), record.ci95 is None) == (is_top5, is_top5)
@@ -265,10 +265,10 @@ def test_top_k_accuracy_is_defined_with_k_classes(num_classes):
 
 
 def test_equal_features_are_flagged_and_nan_is_refused(root):
-    found = scored(KNN(neighbours=[3]), ClassFolders(root), encoder=flat())
+    found = run_probe(KNN(neighbours=[3]), ClassFolders(root), encoder=build_constant_encoder())
 
     assert all(score.details["constant_features"] for score in found.values())
     # All training images are equally close, so the first three vote, which have the same class.
     assert found[0, "cls", "top1_k3"].value == pytest.approx(100 / 6)
     with pytest.raises(CheckpointError, match="block 0"):
-        scored(KNN(neighbours=[3]), ClassFolders(root), encoder=flat(math.nan))
+        run_probe(KNN(neighbours=[3]), ClassFolders(root), encoder=build_constant_encoder(math.nan))

@@ -17,14 +17,14 @@ from probes.pca import PCA
 from probes.retrieval import Retrieval
 from probes.tokencut.probe import TokenCut
 from ssl_bench.errors import ConfigurationError
-from tests.support.configured import configured
+from tests.support.components import build_component
 from tests.support.heads import classification, segmentation
 
 SGD, REFIT = {"training": "sgd"}, {"training": "lbfgs", "refit": True, "holdout": 0.0}
 FOREGROUND = {"background": "first_component", "protocol": "dataset"}
 kinds = (KNN, Retrieval, Clustering, TokenCut, PCA, Conditioning, Correspondence, Geometry)
 knn, retrieval, clustering, tokencut, pca, conditioning, correspondence, geometry = (
-    partial(configured, kind) for kind in kinds
+    partial(build_component, kind) for kind in kinds
 )
 
 

@@ -17,7 +17,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
-from tests.support.photographs import evaluated, noise_photographs
+from tests.support.photographs import evaluate_probe, noise_photographs
 
 INTERVAL = (60.0, 70.0)
 
@@ -64,7 +64,7 @@ def run_probe(tmp_path, monkeypatch):
     def run(name: str = "a", seed: int = 0, probe: Probe | None = None) -> list[str]:
         encoder = encoder_from_model(build_vit(config, seed=seed), name=name)
         messages, store = [], ResultStore(Path("results"))
-        evaluated(
+        evaluate_probe(
             probe or Brightness(), photographs, store, encoder, (0, 1),
             say=messages.append, overwrite=False,
         )  # fmt: skip

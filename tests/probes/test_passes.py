@@ -27,7 +27,7 @@ from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultStore
 from ssl_bench.shared_features import SharedExtractor, SharedFeatures
 from tests.support import heads
-from tests.support.coloured_classes import scored, tiny
+from tests.support.coloured_classes import run_probe, tiny
 from tests.support.colours import Counter
 from tests.support.faults import TINY, encoder_file
 
@@ -83,7 +83,7 @@ def test_little_memory_needs_more_passes_and_gives_the_same_scores(root, probe):
     for gib in (8.0, 1e-9):
         encoder = tiny()
         counter = Counter(encoder)
-        scores = scored(replace(probe, memory_gib=gib), ClassFolders(root), encoder=encoder)
+        scores = run_probe(replace(probe, memory_gib=gib), ClassFolders(root), encoder=encoder)
         found.append({cell: score.value for cell, score in scores.items()})
         images.append(counter.images)
     assert found[0] == found[1]

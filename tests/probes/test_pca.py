@@ -32,7 +32,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import TILES
-from tests.support.photographs import evaluated
+from tests.support.photographs import evaluate_probe
 
 
 def vit(seed=0, **changes):
@@ -47,7 +47,7 @@ def encoder(name="tiny", model=None):
 def probe(photographs, store, messages=None, *, encoder=encoder(), layers=(0, 1, 2), **options):  # noqa: B008
     configured = PCA(**{"panels": 2, "image_size": 48, **options})
     say = (lambda _: None) if messages is None else messages.append
-    return evaluated(configured, photographs, store, encoder, layers, say=say)
+    return evaluate_probe(configured, photographs, store, encoder, layers, say=say)
 
 
 DRAWN = ("b.png", "c.png")

@@ -5,7 +5,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models.vit import resize_positions
 from tests.probes.test_attention import ENCODERS
-from tests.support.faults import class_folders, probing, records
+from tests.support.faults import class_folders, make_probe_args, records
 
 RULE = "bicubic, scale (n + 0.1) / n0, no antialiasing"
 
@@ -31,7 +31,7 @@ def test_a_record_states_how_position_embeddings_were_resampled(
     dataset, root = ("class_folders", "classes") if task == "knn" else ("folder", "photos")
     class_folders(workdir / "classes")
 
-    assert main([*probing(task, dataset, root), *option.split()]) == 0
+    assert main([*make_probe_args(task, dataset, root), *option.split()]) == 0
 
     rules = {record.details.get("positions") for record in records()}
     assert rules == ({RULE} if is_resampled else {None})

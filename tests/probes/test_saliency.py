@@ -19,7 +19,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.results.per_image import load_curve
 from ssl_bench.scores import OBJECT_SCORES, object_counts
-from tests.support.faults import expect_error, picture, probing
+from tests.support.faults import expect_error, make_probe_args, picture
 
 ONE_OBJECT = ("dataset.one_object=true", "dataset.numbers=[0,255]", "dataset.ignored=[]")
 SIZES = ((32, 40), (33, 47), (40, 24), (24, 56))
@@ -79,7 +79,9 @@ def true_mask(root: Path, image_id: str) -> np.ndarray:
 @pytest.mark.parametrize("method", ["tokencut", "lost"])
 def test_scores_and_baselines_equal_a_computation_in_numpy(workdir, method):
     root = object_folders(workdir / "objects")
-    words = probing("tokencut", "paired_folders", root, *ONE_OBJECT, f"probe.method={method}")
+    words = make_probe_args(
+        "tokencut", "paired_folders", root, *ONE_OBJECT, f"probe.method={method}"
+    )
 
     assert main(words) == 0
 
@@ -140,7 +142,7 @@ def test_ignored_pixels_are_not_counted():
 
 def test_resized_images_are_scored_at_their_new_size(workdir):
     root = object_folders(workdir / "objects", [(32, 40)])
-    words = probing("tokencut", "paired_folders", root, *ONE_OBJECT, "probe.longer_side=20")
+    words = make_probe_args("tokencut", "paired_folders", root, *ONE_OBJECT, "probe.longer_side=20")
 
     assert main(words) == 0
 
@@ -184,4 +186,4 @@ def test_the_annotations_of_a_dataset_decide_what_is_scored(dataset, truth, metr
 def test_data_without_the_required_truth_is_refused(workdir, capsys, task, dataset, more, code):
     root = object_folders(workdir / "objects", [(32, 40)])
 
-    expect_error(capsys, probing(task, dataset, root, *more), code)
+    expect_error(capsys, make_probe_args(task, dataset, root, *more), code)

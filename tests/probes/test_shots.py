@@ -20,8 +20,8 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
 from ssl_bench.results.per_image import ImageCurve
-from tests.support.coloured_classes import coloured_classes, of_images, scored
-from tests.support.faults import class_folders, probing, records
+from tests.support.coloured_classes import coloured_classes, run_probe, select_train_images
+from tests.support.faults import class_folders, make_probe_args, records
 from tests.support.heads import classification
 
 QUICK: dict[str, Any] = {"crop_share": 1.0, "c_values": [1e-3, 0.1, 10.0], "num_workers": 1}
@@ -33,7 +33,7 @@ def root(tmp_path_factory):
 
 
 def scores(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
-    return scored(probe, dataset, layers=(1, 0), **changes)
+    return run_probe(probe, dataset, layers=(1, 0), **changes)
 
 
 def test_fewer_shots_are_a_subset_and_draws_and_seeds_differ(root):
@@ -105,7 +105,7 @@ def test_votes_of_shots_equal_votes_of_the_smaller_dataset(root):
         for draw in range(2):
             indices = [shots.indices[n] for n in shots.select(draw, count).tolist()]
             single = KNN(neighbours=neighbours, facet=["cls", "patch_mean"])
-            expected.append(scores(single, of_images(root, indices)))
+            expected.append(scores(single, select_train_images(root, indices)))
         for cell in expected[0]:
             score = found[(*cell[:2], f"{cell[2]}_{count}shot")]
             assert score.details["value_by_draw"] == [one[cell].value for one in expected]
@@ -124,8 +124,8 @@ def test_heads_of_shots_equal_heads_of_the_smaller_dataset(root):
             [shots.indices[n] for n in shots.select(draw, 2, skip=skip).tolist()] for skip in (0, 2)
         )
         single = classification(**quick, holdout=0.0, facet="patch_mean")
-        scored_on_val = scores(single, of_images(root, fitted))
-        dataset = of_images(root, fitted)
+        scored_on_val = scores(single, select_train_images(root, fitted))
+        dataset = select_train_images(root, fitted)
         images = ClassFolders(root).train().select("class_folders", held_out)
         object.__setattr__(dataset, "val", lambda images=images: images)
         scored_on_held_out = scores(single, dataset)
@@ -146,7 +146,7 @@ def detail_of_draw(details: Any, name: str, draw: int) -> Any:
 
 
 def test_a_class_with_too_few_images_is_refused(root):
-    images = of_images(root, [*range(23), *range(25, 30)])
+    images = select_train_images(root, [*range(23), *range(25, 30)])
     # With held-out images, each class needs twice as many images, because half of them select C.
     for probe in (KNN(shots=[1, 4]), classification(QUICK, shots=2)):
         with pytest.raises(DataError, match=r"class4 .* 3 images, expected at least 4") as error:
@@ -185,7 +185,7 @@ def test_images_are_paired_by_their_number_of_correct_draws():
 
 def test_the_command_line_accepts_shots(workdir):
     class_folders(workdir / "classes")
-    words = probing("knn", "class_folders", workdir / "classes", "probe.shots=[1,2]")
+    words = make_probe_args("knn", "class_folders", workdir / "classes", "probe.shots=[1,2]")
     assert main([*words, "probe.draws=2"]) == 0
     first = records()
     assert {r.metric for r in first} == {

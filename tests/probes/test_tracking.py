@@ -45,7 +45,7 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model, load_encoder
 from ssl_bench.results import ResultStore
 from tests.probes.test_attention import perturb
-from tests.support.photographs import context_of, evaluated
+from tests.support.photographs import context_of, evaluate_probe
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=24, depth=2, num_heads=3)
 DINO = PropagationConfig(latest_frames=7, radius=12, neighbours=5, temperature=0.1)
@@ -368,7 +368,7 @@ def test_scores_of_toy_videos_equal_those_of_the_full_affinity(toy, tmp_path, ch
     probe = Tracking(**{"image_size": 96, "long_side_multiple": 8, "panels": 0, **changes})
     encoder, store = tiny_encoder(), ResultStore(tmp_path)
 
-    records = evaluated(replace(probe, save_masks=True), toy, store, encoder, (1,))
+    records = evaluate_probe(replace(probe, save_masks=True), toy, store, encoder, (1,))
 
     found = {record.metric: record for record in records}
     expected = [dense_scores(probe, encoder, toy.val()[index], 1) for index in range(2)]
@@ -441,7 +441,7 @@ def test_videos_with_only_a_first_mask_get_masks_without_scores(tmp_path):
     dataset = FrameFolders(tmp_path / "videos")
     probe = Tracking(image_size=32).adapt_to_images(dataset, ())
 
-    records = evaluated(probe, dataset, ResultStore(tmp_path / "out"), tiny_encoder(), (0, 1))
+    records = evaluate_probe(probe, dataset, ResultStore(tmp_path / "out"), tiny_encoder(), (0, 1))
 
     assert probe.truth == "none"
     assert [(record.layer, record.metric) for record in records] == [
@@ -460,7 +460,7 @@ def test_frames_without_masks_are_not_scored(tmp_path):
     dataset = FrameFolders(tmp_path / "videos")
     probe = Tracking(image_size=32, panels=0).adapt_to_images(dataset, ())
 
-    records = evaluated(probe, dataset, ResultStore(tmp_path / "out"), tiny_encoder(), (0,))
+    records = evaluate_probe(probe, dataset, ResultStore(tmp_path / "out"), tiny_encoder(), (0,))
 
     found = {record.metric: record for record in records}
     assert found["j_mean"].details["frames"] == 1
@@ -554,7 +554,7 @@ def test_masks_of_real_videos_equal_those_of_the_full_affinity(
     probe = Tracking(image_size=238, save_masks=True, panels=0)
     encoder = load_encoder(str(published_encoder))
 
-    evaluated(probe, dataset, ResultStore(tmp_path), encoder, (8,))
+    evaluate_probe(probe, dataset, ResultStore(tmp_path), encoder, (8,))
 
     _, masks = dense_scores(probe, encoder, dataset.val()[0], 8)
     paths = sorted(tmp_path.rglob("masks/**/*.png"))

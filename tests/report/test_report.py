@@ -33,9 +33,9 @@ from tests.support.report_cells import (
     SKIPLESS,
     WRONG,
     Elements,
-    cell,
+    build_record,
     counts,
-    folder_of,
+    get_figures_folder,
     plain,
     save,
     save_pictures,
@@ -55,7 +55,7 @@ def write_report(root: Path, *records: Record) -> Path:
 
 
 def test_axes_and_columns_name_the_unit(tmp_path):
-    report = write_report(tmp_path, cell(), plain())
+    report = write_report(tmp_path, build_record(), plain())
 
     page, (own,) = (report / "index.html").read_text(), report.glob("checkpoint-*.html")
     charts = re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)
@@ -69,15 +69,15 @@ def test_axes_and_columns_name_the_unit(tmp_path):
 
 def test_a_table_of_classes_of_several_seeds_has_a_note(tmp_path):
     for seed in (1, 0):
-        record = cell(seed=seed, task="segmentation", metric="miou_oracle")
+        record = build_record(seed=seed, task="segmentation", metric="miou_oracle")
         record = replace(record, details={"iou_by_class": {"dog": 3.0}})
         (page,) = write_report(tmp_path, record).glob("checkpoint-*.html")
         assert ("are those of the lowest seed" in page.read_text()) == (seed == 0)
 
 
 def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
-    records = [cell(protocol="lr=1e-3", facet="key"), cell(protocol="reference")]
-    skip, other = (folder_of(cell(model=model)) for model in ("skip", "other"))
+    records = [build_record(protocol="lr=1e-3", facet="key"), build_record(protocol="reference")]
+    skip, other = (get_figures_folder(build_record(model=model)) for model in ("skip", "other"))
     save_pictures(
         tmp_path,
         f"tokencut/toy/{skip}/reference/block00_key/one",
@@ -116,9 +116,11 @@ def evil_report(tmp_path_factory) -> Path:
     names |= {"model": EVIL, "settings": {EVIL: EVIL}, "device": EVIL}
     details = {"iou_by_class": {EVIL: 3.0, "dog": None}, "note": EVIL}
     for sha in (SKIP, SKIPLESS):
-        record = cell(task="segmentation", metric="miou_oracle", checkpoint_sha256=sha, **names)
+        record = build_record(
+            task="segmentation", metric="miou_oracle", checkpoint_sha256=sha, **names
+        )
         save(store, replace(record, details=details), counts(PERFECT, HALF, WRONG))
-        folder = folder_of(record).replace("/", "_")
+        folder = get_figures_folder(record).replace("/", "_")
         save_pictures(root, f"segmentation/{record.dataset}/{folder}/reference/block00/a#b?<50%20")
     store.save_image_ids(RECORD.dataset_fingerprint, (EVIL, attribute, "c"))
     return write_report(root)
@@ -163,7 +165,9 @@ def test_the_provenance_of_each_record_has_its_own_rounded_values(tmp_path):
     values = [(10.123456 + n, f"{n}", n) for n in range(20)]
     details = {"seconds": [0.123456, math.inf], "long": "x" * 201, "short": "x" * 200, "map": {}}
     records = [
-        replace(cell(value=value, facet=facet, layer=n), settings={"tau": n}, details=details)
+        replace(
+            build_record(value=value, facet=facet, layer=n), settings={"tau": n}, details=details
+        )
         for value, facet, n in values
     ]
     records.append(plain(value=123456.789, ci95=(0.00012345678, math.inf)))
@@ -179,7 +183,7 @@ def test_the_provenance_of_each_record_has_its_own_rounded_values(tmp_path):
 
 
 def test_only_the_style_sheet_defines_encoder_colours_and_dashes(tmp_path):
-    report = write_report(tmp_path, cell())
+    report = write_report(tmp_path, build_record())
 
     style, script = ((report / name).read_text() for name in ("style.css", "report.js"))
     for number, colour in enumerate(PALETTE):
@@ -202,7 +206,7 @@ def test_the_provenance_of_a_number_names_its_record(evil_report, tmp_path):
         "1",
     }
 
-    path = ResultStore(tmp_path).save(cell()).relative_to(tmp_path)
+    path = ResultStore(tmp_path).save(build_record()).relative_to(tmp_path)
     ResultStore(tmp_path).pack()
     record = read_first_provenance(write_report(tmp_path))["record"]
     assert record == f"records.parquet: {path}"
@@ -211,7 +215,7 @@ def test_the_provenance_of_a_number_names_its_record(evil_report, tmp_path):
 @pytest.mark.parametrize(("dataset", "is_whole"), [("voc2012", True), ("voc2012-limit64", False)])
 def test_published_values_are_shown_with_their_differences(tmp_path, dataset, is_whole):
     segmentation = {"task": "segmentation", "metric": "miou_oracle", "facet": "token"}
-    record = cell(dataset=dataset, value=62.0, **segmentation)
+    record = build_record(dataset=dataset, value=62.0, **segmentation)
 
     page = Elements((write_report(tmp_path, record) / "index.html").read_text())
 
@@ -228,8 +232,8 @@ def test_a_checkpoint_page_states_time_and_speed_of_each_evaluation(tmp_path):
     # The results of the first block were stored before the evaluation ended.
     for layer, seconds in ((0, 50.0), (1, 200.0)):
         settings = {"dataset_fingerprint": scored, "settings": {"trained_on": trained_on}}
-        store.save(cell(task="knn", layer=layer, seconds=seconds, **settings))
-    store.save(cell(seconds=30.0))
+        store.save(build_record(task="knn", layer=layer, seconds=seconds, **settings))
+    store.save(build_record(seconds=30.0))
     write_report(tmp_path)
 
     (page,) = (tmp_path / "report").glob("checkpoint-*.html")
@@ -242,8 +246,8 @@ def test_a_checkpoint_page_states_time_and_speed_of_each_evaluation(tmp_path):
 
 def test_only_requested_tasks_are_in_the_report(tmp_path):
     store = ResultStore(tmp_path)
-    store.save(cell())
-    store.save(cell(task="knn", metric="top1_k20"))
+    store.save(build_record())
+    store.save(build_record(task="knn", metric="top1_k20"))
     store.save(skipless()).write_text("{")
 
     main(["report", "--out", str(tmp_path), "--task", "knn", "--into", str(tmp_path / "knn")])
@@ -274,7 +278,9 @@ def test_a_report_on_four_checkpoints_with_all_records_is_small(tmp_path):
 def test_the_highest_of_many_checkpoints_are_drawn(tmp_path):
     count = MAX_LINES + 2
     records = [
-        cell(model=f"run{n:02}", checkpoint_sha256=f"{n:064x}", layer=layer, value=10.0 + n - layer)
+        build_record(
+            model=f"run{n:02}", checkpoint_sha256=f"{n:064x}", layer=layer, value=10.0 + n - layer
+        )
         for n in range(count)
         for layer in range(2)
     ]
@@ -311,7 +317,7 @@ def replace_page(folder: Path, text: str) -> None:
 
 @pytest.mark.parametrize("into", ["thesis", "thesis/chapter.txt"])
 def test_other_files_are_not_replaced(tmp_path, capsys, into):
-    ResultStore(tmp_path / "results").save(cell())
+    ResultStore(tmp_path / "results").save(build_record())
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter.txt").write_text("years of work")
 

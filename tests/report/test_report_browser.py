@@ -13,7 +13,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
-from tests.support.report_cells import SKIP, SKIPLESS, cell
+from tests.support.report_cells import SKIP, SKIPLESS, build_record
 from tests.support.report_pages import PAGES, SHEET_WIDTH, browsed_report, open_page
 
 pytest.importorskip("selenium", reason="selenium is not installed")
@@ -181,7 +181,7 @@ def over_epochs(tmp_path_factory, pretrained_runs) -> Path:
     for epoch in (1.0, 2.0):
         for layer in (0, 11):
             sha = f"{epoch:064.0f}"
-            one = cell(model=f"run@{epoch:g}", checkpoint_sha256=sha, layer=layer)
+            one = build_record(model=f"run@{epoch:g}", checkpoint_sha256=sha, layer=layer)
             store.save(replace(one, details={"epoch": epoch}))
     assert main(["report", "--out", str(store.root), "--runs", str(pretrained_runs)]) == 0
     return store.root / "report"
@@ -266,7 +266,7 @@ def test_checkpoint_pages_fit_their_width_and_enlarge_figures(browser, report, w
 def test_a_table_wider_than_the_page_shows_that_it_scrolls(browser, tmp_path):
     store = ResultStore(tmp_path)
     for letter in "abcdefghijklmn":
-        store.save(cell(dataset=f"benchmark_{letter}"))
+        store.save(build_record(dataset=f"benchmark_{letter}"))
     assert main(["report", "--out", str(tmp_path)]) == 0
     found = []
     for width in (1300, 4000):

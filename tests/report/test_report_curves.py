@@ -17,15 +17,15 @@ from ssl_bench.report.drawing import (
 )
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.tables.styles import choose_styles
-from tests.support.report_cells import cell, curve, plain, skipless
+from tests.support.report_cells import build_record, curve, plain, skipless
 
 
 def test_unitless_values_have_no_best_block_but_interval_ends():
     records = [
         plain(value=12345.0, ci95=(9e3, math.inf), layer=0),
         plain(value=math.inf, ci95=None, layer=1),
-        cell(task="pca", metric="explained_variance", layer=0),
-        cell(layer=0),
+        build_record(task="pca", metric="explained_variance", layer=0),
+        build_record(layer=0),
     ]
 
     panels = group_into_panels(records, list_checkpoints(records))
@@ -41,8 +41,8 @@ def test_unitless_values_have_no_best_block_but_interval_ends():
 def test_results_with_other_settings_or_data_have_another_panel():
     same = {"settings": {"tau": 0.2, "eps": 1}, "changed": {"eps": 1}}
     other = {key: {"tau": 0.3, "eps": 1} for key in ("settings", "changed")}
-    records = [cell(**same), skipless(**same), cell(**other)]
-    records.append(cell(**same, dataset_fingerprint="d" * 64))
+    records = [build_record(**same), skipless(**same), build_record(**other)]
+    records.append(build_record(**same, dataset_fingerprint="d" * 64))
 
     panels = group_into_panels(records, list_checkpoints(records))
 
@@ -56,7 +56,7 @@ def test_results_with_other_settings_or_data_have_another_panel():
 
 def test_a_checkpoint_without_skips_is_dashed():
     names = ["skip_soap", "vit", "skipless_soap", "skip_adamw", "z", "net"]
-    records = [cell(model=m, checkpoint_sha256=f"{i}" * 64) for i, m in enumerate(names)]
+    records = [build_record(model=m, checkpoint_sha256=f"{i}" * 64) for i, m in enumerate(names)]
     # The architecture has priority over the name. For a user's module it is unknown.
     records[4] = replace(records[4], architecture={"kind": "vit", "skip_attention": False})
     records[5] = replace(records[5], architecture={"kind": "module", "name": "Net"})
@@ -74,13 +74,13 @@ def test_a_checkpoint_without_skips_is_dashed():
         ("vit", " d0", "yes"),
         ("z", " d0s", "mlp"),
     ]
-    (long,) = list_checkpoints([cell(model="a_run_of_a_small_vit_skipless")])
+    (long,) = list_checkpoints([build_record(model="a_run_of_a_small_vit_skipless")])
     assert long.label == "a_run_of_…t_skipless"
 
 
 def test_no_two_of_many_checkpoints_look_the_same():
     shas = [hashlib.sha256(bytes([i])).hexdigest() for i in range(22)]
-    records = [cell(checkpoint_sha256=s, model=f"vit{i % 11}") for i, s in enumerate(shas)]
+    records = [build_record(checkpoint_sha256=s, model=f"vit{i % 11}") for i, s in enumerate(shas)]
 
     checkpoints = list_checkpoints(records)
 

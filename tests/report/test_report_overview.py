@@ -41,8 +41,8 @@ from ssl_bench.tables.tasks import task_texts
 from tests.report.test_report import write_report
 from tests.support.report_cells import (
     Elements,
-    cell,
-    folder_of,
+    build_record,
+    get_figures_folder,
     plain,
     save,
     save_pictures,
@@ -80,13 +80,13 @@ def headlines(*records: Record) -> list[tuple[str, ...]]:
 def test_a_task_has_one_headline_per_dataset():
     held_out = SEGMENTATION | {"metric": "miou_holdout"}
     assert headlines(
-        cell(**SEGMENTATION),
-        cell(**held_out | {"protocol": "fast"}),
-        cell(**held_out | {"protocol": "full"}),
+        build_record(**SEGMENTATION),
+        build_record(**held_out | {"protocol": "fast"}),
+        build_record(**held_out | {"protocol": "full"}),
         skipless(**held_out | {"protocol": "full"}),
-        cell(**held_out | {"dataset": "voc"}),
-        cell(task="mine", metric="zeal"),
-        cell(task="mine", metric="ardour", unit=""),
+        build_record(**held_out | {"dataset": "voc"}),
+        build_record(task="mine", metric="zeal"),
+        build_record(task="mine", metric="ardour", unit=""),
     ) == [
         ("segmentation", "toy", "miou_holdout", "full"),
         ("segmentation", "voc", "miou_holdout", "reference"),
@@ -94,21 +94,26 @@ def test_a_task_has_one_headline_per_dataset():
     ]
     # Boxes and masks have different metrics.
     metrics = (("ecssd", "iou"), ("voc2012", "corloc"), ("ecssd", "max_f_beta"))
-    chosen = headlines(*(cell(dataset=dataset, metric=metric) for dataset, metric in metrics))
+    chosen = headlines(
+        *(build_record(dataset=dataset, metric=metric) for dataset, metric in metrics)
+    )
     assert {(dataset, metric) for _, dataset, metric, _ in chosen} == set(metrics[1:])
     one = {"task": "knn", "dataset": "toy"}
-    assert headlines(cell(**one, metric="top5"), cell(**one, metric="top1"))[0][2] == "top1"
+    assert (
+        headlines(build_record(**one, metric="top5"), build_record(**one, metric="top1"))[0][2]
+        == "top1"
+    )
 
 
 def test_the_headline_has_all_blocks_and_no_changed_option():
-    single = cell(layer=2, value=90.0, settings={"size": 448}, changed={"size": 448})
-    changed = cell(value=90.0, settings={"tau": 0.1}, changed={"tau": 0.1})
-    every = [cell(layer=n, value=50.0) for n in range(3)]
+    single = build_record(layer=2, value=90.0, settings={"size": 448}, changed={"size": 448})
+    changed = build_record(value=90.0, settings={"tau": 0.1}, changed={"tau": 0.1})
+    every = [build_record(layer=n, value=50.0) for n in range(3)]
 
     for records in ([single, *every], [*every, single]):
         (panel,) = headline_panels(*records)
         assert panel.layers == (0, 1, 2)
-    for records in ([changed, cell()], [cell(), changed]):
+    for records in ([changed, build_record()], [build_record(), changed]):
         (panel,) = headline_panels(*records)
         assert panel.title == "corloc, key, protocol reference [tau=0.2]"
 
@@ -117,7 +122,7 @@ def test_the_headline_has_all_blocks_and_no_changed_option():
 def test_the_headline_has_the_newest_record_of_equally_complete_panels(newer):
     def make(tau: float, layer: int, month: int) -> Record:
         created = f"2026-0{month}-01T00:00:00+00:00"
-        return cell(layer=layer, settings={"tau": tau}, created=created)
+        return build_record(layer=layer, settings={"tau": tau}, created=created)
 
     other = 0.5 - newer
     months = ((newer, 0, 1), (newer, 1, 4), (other, 0, 2), (other, 1, 3))
@@ -128,11 +133,11 @@ def test_the_headline_has_the_newest_record_of_equally_complete_panels(newer):
 
 def test_all_checkpoints_are_shown_in_the_same_protocol():
     squashed = {"settings": {"squash": 96}, "changed": {"squash": 96}}
-    records = [cell(layer=2)]
+    records = [build_record(layer=2)]
     for n in range(2):
         for protocol in ("reference", "adaptive"):
             fields = {"layer": n, "protocol": protocol}
-            records += [cell(**fields), skipless(**fields, **squashed)]
+            records += [build_record(**fields), skipless(**fields, **squashed)]
 
     chosen = headline_panels(*records)
 
@@ -142,8 +147,8 @@ def test_all_checkpoints_are_shown_in_the_same_protocol():
 
 def test_every_checkpoint_has_a_headline_score(tmp_path):
     smaller = {"settings": {"longer_side": 144}, "changed": {"longer_side": 144}}
-    dinov2 = cell(model="dinov2", checkpoint_sha256="f" * 64)
-    records = [cell(**smaller), skipless(**smaller), cell(), dinov2]
+    dinov2 = build_record(model="dinov2", checkpoint_sha256="f" * 64)
+    records = [build_record(**smaller), skipless(**smaller), build_record(), dinov2]
 
     chosen, checkpoints = headline_panels(*records), list_checkpoints(records)
     summaries = summarize_checkpoints(ResultStore(tmp_path), chosen, checkpoints)
@@ -156,16 +161,19 @@ def test_every_checkpoint_has_a_headline_score(tmp_path):
 
 
 def test_segmentation_and_discovery_come_first_and_unitless_values_last():
-    rest = [cell(task="knn", metric="top1_k20"), cell(task="pca", metric="explained_variance")]
+    rest = [
+        build_record(task="knn", metric="top1_k20"),
+        build_record(task="pca", metric="explained_variance"),
+    ]
     unitless = [plain(facet=facet) for facet in ("attention", "mlp")]
 
-    tasks = group_by_task(panels(*unitless, *rest, cell(), cell(**SEGMENTATION)))
+    tasks = group_by_task(panels(*unitless, *rest, build_record(), build_record(**SEGMENTATION)))
 
     assert list(tasks) == ["segmentation", "tokencut", "knn", "pca", "conditioning"]
 
 
 def test_the_leaderboard_shows_the_best_or_the_last_block():
-    records = [cell(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
+    records = [build_record(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
     records += [plain(facet="mlp", layer=n, value=v) for n, v in enumerate((3.0, 2.0, 1.0))]
     board, (checkpoint,) = leaderboard(*records), list_checkpoints(records)
 
@@ -177,7 +185,7 @@ def test_the_leaderboard_shows_the_best_or_the_last_block():
 def test_the_leaderboard_names_a_baseline_that_is_not_significantly_exceeded(tmp_path):
     details = Baseline("centre box", 55.0).as_details()
     low = replace(skipless(value=40.0, ci95=(30.0, 50.0)), details=details)
-    unclear = replace(cell(value=60.0, ci95=(50.0, 70.0)), details=details)
+    unclear = replace(build_record(value=60.0, ci95=(50.0, 70.0)), details=details)
     clear = replace(unclear, ci95=(56.0, 64.0))
 
     page = write_page(tmp_path / "unclear", unclear, low)
@@ -198,7 +206,7 @@ def test_the_leaderboard_names_a_baseline_that_is_not_significantly_exceeded(tmp
 def test_the_leaderboard_names_three_encoders_that_are_best_most_often():
     winners = (0, 1, 1, 2, 3)
     records = [
-        cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}", dataset=f"d{n}", value=value)
+        build_record(checkpoint_sha256=f"{i}" * 64, model=f"m{i}", dataset=f"d{n}", value=value)
         for n, winner in enumerate(winners)
         for i in range(4)
         for value in [60.0 if i == winner else 20.0]
@@ -213,8 +221,12 @@ def test_the_leaderboard_names_three_encoders_that_are_best_most_often():
 
 def test_the_leaderboard_names_settings_that_do_not_exceed_baselines():
     details = Baseline("centre box", 55.0).as_details()
-    low = replace(cell(protocol="reference", value=40.0, ci95=(30.0, 50.0)), details=details)
-    high = replace(cell(protocol="adaptive", value=60.0, ci95=(58.0, 62.0)), details=details)
+    low = replace(
+        build_record(protocol="reference", value=40.0, ci95=(30.0, 50.0)), details=details
+    )
+    high = replace(
+        build_record(protocol="adaptive", value=60.0, ci95=(58.0, 62.0)), details=details
+    )
 
     (sentence,) = summarize_leaderboard(panels(low, high))
 
@@ -225,7 +237,7 @@ def test_the_leaderboard_has_a_column_for_each_difference_of_checkpoints():
     small = {"kind": "vit", "dim": 12, "patch_size": 8}
     other = {**small, "dim": 24, "modules_sha256": "ab" * 32}
 
-    board = leaderboard(cell(architecture=small), skipless(architecture=other, depth=6))
+    board = leaderboard(build_record(architecture=small), skipless(architecture=other, depth=6))
 
     assert board.fact_names == ["depth", "dim"]
     assert board.fact_rows == [["12", "12"], ["6", "24"]]
@@ -235,9 +247,11 @@ def test_the_leaderboard_has_a_column_for_each_difference_of_checkpoints():
 def test_checkpoints_with_the_same_name_show_their_differences(tmp_path):
     timm = {"kind": "timm", "name": "vit_tiny_patch16_224"}
     module = {"kind": "module", "name": "Net"}
-    records = [cell(model="tiny", architecture={**timm, "image_size": n}) for n in (None, 224)]
+    records = [
+        build_record(model="tiny", architecture={**timm, "image_size": n}) for n in (None, 224)
+    ]
     records += [
-        cell(model="net", architecture={**module, "modules_sha256": digits * 32})
+        build_record(model="net", architecture={**module, "modules_sha256": digits * 32})
         for digits in ("ab", "cd")
     ]
     records += [skipless()]
@@ -255,9 +269,16 @@ def index_page(root: Path, *records: Record):
 
 
 def test_the_best_checkpoint_comes_first_and_is_drawn_on_top(tmp_path):
-    records = [cell(value=40.0), skipless(value=60.0), cell(**SEGMENTATION), plain()]
+    records = [
+        build_record(value=40.0),
+        skipless(value=60.0),
+        build_record(**SEGMENTATION),
+        plain(),
+    ]
     for record in records[:2]:
-        save_pictures(tmp_path, f"tokencut/toy/{folder_of(record)}/reference/block03_key/dog")
+        save_pictures(
+            tmp_path, f"tokencut/toy/{get_figures_folder(record)}/reference/block03_key/dog"
+        )
 
     page = index_page(tmp_path, *records)
 
@@ -276,7 +297,9 @@ def test_signs_are_explained_only_for_scores_of_the_leaderboard(tmp_path, is_hea
     details = {"degenerate_percent": 90.0} | Baseline("centre box", 55.0).as_details()
     changed = {} if is_headline else {"settings": {"tau": 0.3}, "changed": {"tau": 0.3}}
 
-    page = index_page(tmp_path, replace(cell(**changed), details=details), cell(layer=0))
+    page = index_page(
+        tmp_path, replace(build_record(**changed), details=details), build_record(layer=0)
+    )
 
     signs = [page[name] for name in ("has_crosses", "has_baselines")]
     assert signs == [is_headline, is_headline]
@@ -287,8 +310,16 @@ def test_signs_are_explained_only_for_scores_of_the_leaderboard(tmp_path, is_hea
 
 def test_headlines_show_their_settings_if_there_are_several(tmp_path):
     smaller = {"settings": {"longer_side": 144}, "changed": {"longer_side": 144}}
-    several = [cell(**smaller), skipless(**smaller), cell(), cell(dataset="voc")]
-    other = [cell(checkpoint_sha256="f" * 64, model="dinov2"), cell(**smaller, dataset="voc")]
+    several = [
+        build_record(**smaller),
+        skipless(**smaller),
+        build_record(),
+        build_record(dataset="voc"),
+    ]
+    other = [
+        build_record(checkpoint_sha256="f" * 64, model="dinov2"),
+        build_record(**smaller, dataset="voc"),
+    ]
 
     for records, shown in ((several, [False, False]), ([*several, *other], [True, True, False])):
         columns = index_page(tmp_path, *records)["columns"]
@@ -296,7 +327,7 @@ def test_headlines_show_their_settings_if_there_are_several(tmp_path):
 
 
 def test_the_reason_of_an_undefined_value_is_shown(tmp_path):
-    record = cell(task="classification", metric="top1", value=math.nan, ci95=None)
+    record = build_record(task="classification", metric="top1", value=math.nan, ci95=None)
     explained = replace(record, details={"undefined": "no class has two images"})
 
     index = write_page(tmp_path, explained)
@@ -311,9 +342,11 @@ def test_the_reason_of_an_undefined_value_is_shown(tmp_path):
 def test_the_overview_starts_with_curves_and_folds_other_panels(tmp_path):
     assert all(task_texts(task).description for task in choices("probe"))
     unitless = [plain(facet=facet) for facet in ("attention", "mlp", "mlp_skip")]
-    save_pictures(tmp_path, f"tokencut/toy/{folder_of(cell())}/reference/block03_key/dog")
+    save_pictures(
+        tmp_path, f"tokencut/toy/{get_figures_folder(build_record())}/reference/block03_key/dog"
+    )
 
-    page = write_page(tmp_path, *unitless, cell(), cell(**SEGMENTATION))
+    page = write_page(tmp_path, *unitless, build_record(), build_record(**SEGMENTATION))
 
     sections = [i for i in element_ids(page) if not i.startswith("panel")]
     order = ["overview", "leaderboard", "summary", "pictures", "all", "filters"]
@@ -340,7 +373,7 @@ def test_the_overview_starts_with_curves_and_folds_other_panels(tmp_path):
 def test_the_leaderboard_marks_the_best_and_those_not_significantly_lower(tmp_path, counts, marks):
     store = ResultStore(tmp_path)
     for name, count in zip("abc", counts, strict=True):
-        record = cell(model=name, checkpoint_sha256=name * 64)
+        record = build_record(model=name, checkpoint_sha256=name * 64)
         save(store, record, np.arange(20) < count)
         degenerate = replace(record, layer=4, details={"degenerate_percent": 90.0})
         save(store, degenerate, np.ones(20, bool))
@@ -360,7 +393,7 @@ def test_overlapping_intervals_are_tied_without_per_image_values(tmp_path):
     intervals = {"a": (70.0, 90.0), "b": (60.0, 75.0), "c": (30.0, 50.0)}
     (panel,) = panels(
         *(
-            cell(model=name, checkpoint_sha256=name * 64, value=sum(ends) / 2, ci95=ends)
+            build_record(model=name, checkpoint_sha256=name * 64, value=sum(ends) / 2, ci95=ends)
             for name, ends in intervals.items()
         )
     )
@@ -373,11 +406,13 @@ def test_overlapping_intervals_are_tied_without_per_image_values(tmp_path):
 def test_checkpoints_are_sorted_by_mean_rank_and_the_best_coloured(tmp_path):
     count = len(PALETTE) + 2
     records = [
-        cell(model=f"run{n:02}", checkpoint_sha256=f"{n:064x}", value=50.0 + n, dataset=dataset)
+        build_record(
+            model=f"run{n:02}", checkpoint_sha256=f"{n:064x}", value=50.0 + n, dataset=dataset
+        )
         for n in range(count)
         for dataset in ("a", "b")
     ]
-    single = cell(model="a", checkpoint_sha256="f" * 64, dataset="c")
+    single = build_record(model="a", checkpoint_sha256="f" * 64, dataset="c")
 
     report = build_report(ResultStore(tmp_path), [*records, single], [])
     board = build_leaderboard(report.panels, report.checkpoints)
@@ -393,7 +428,7 @@ def test_checkpoints_are_sorted_by_mean_rank_and_the_best_coloured(tmp_path):
 def test_datasets_have_equal_weight_regardless_of_their_number_of_checkpoints():
     order = {"large": "bcade", "small": "ab"}
     records = [
-        cell(model=name, checkpoint_sha256=name * 64, value=50.0 - rank, dataset=dataset)
+        build_record(model=name, checkpoint_sha256=name * 64, value=50.0 - rank, dataset=dataset)
         for dataset, names in order.items()
         for rank, name in enumerate(names)
     ]
@@ -434,7 +469,9 @@ def strips(root, checkpoints, galleries, headline=(), hits=None):
 
 
 def test_figure_rows_show_an_image_that_all_checkpoints_have(tmp_path):
-    first, second, third = list_checkpoints([cell(), skipless(), cell(checkpoint_sha256="e" * 64)])
+    first, second, third = list_checkpoints(
+        [build_record(), skipless(), build_record(checkpoint_sha256="e" * 64)]
+    )
     galleries = {
         first.encoder_id: [gallery([None], "all"), gallery(range(12), "cat", "dog")],
         second.encoder_id: [gallery(range(3), "dog")],
@@ -452,7 +489,7 @@ def test_figure_rows_show_an_image_that_all_checkpoints_have(tmp_path):
 
 
 def test_figure_rows_start_with_the_best_block_and_photograph(tmp_path):
-    records = [cell(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
+    records = [build_record(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
     (checkpoint,) = list_checkpoints(records)
     pair = [gallery(range(3), "cat", "dog", task=task) for task in ("tokencut", "pca")]
     galleries = {checkpoint.encoder_id: pair}
@@ -479,7 +516,7 @@ PHOTOGRAPH, MAP = (4, 22, 192, 144), (200, 22, 192, 144)
     ],
 )
 def test_figure_rows_show_the_relevant_parts_of_a_sheet(tmp_path, task, parts):
-    (checkpoint,) = list_checkpoints([cell()])
+    (checkpoint,) = list_checkpoints([build_record()])
     path = tmp_path / f"pictures/{task}/block3/dog.png"
     photograph, patches = np.zeros((150, 200, 3), np.uint8), np.zeros((3, 4, 3), np.uint8)
     save_sheet([[draw_tile(photograph, "dog"), draw_tile(patches, "block 3")]], path)
@@ -529,7 +566,7 @@ def test_viewers_list_both_checkpoints_and_start_at_the_last_block(tmp_path):
 
 
 def test_figure_rows_prefer_datasets_with_more_checkpoints_and_blocks(tmp_path):
-    first, second = list_checkpoints([cell(), skipless()])
+    first, second = list_checkpoints([build_record(), skipless()])
 
     def describe_strips(own: list[Gallery], *others: Gallery) -> list[tuple[str, ...]]:
         """Return the task, dataset and checkpoint of each row of figures on the overview page.
@@ -562,7 +599,7 @@ def test_pictures_of_other_blocks_are_left_out():
 
 def test_tables_of_blocks_have_few_columns(tmp_path):
     records = [
-        cell(**SEGMENTATION | {"metric": f"miou_{name}"}, layer=layer, value=float(layer))
+        build_record(**SEGMENTATION | {"metric": f"miou_{name}"}, layer=layer, value=float(layer))
         for name in "abcd"
         for layer in (0, 5, 11)
     ]
@@ -589,21 +626,26 @@ def test_blocks_with_equal_values_are_all_the_best():
         ((2, 2, 2), "all 3 blocks equal", []),
         ((2,), "block 0", [0]),
     ):
-        records = [cell(layer=layer, value=float(value)) for layer, value in enumerate(values)]
+        records = [
+            build_record(layer=layer, value=float(value)) for layer, value in enumerate(values)
+        ]
         (line,) = panels(*records)[0].lines
         assert line.best_blocks_text == text
         assert [point.layer for point in line.marked_entries] == marked
     degenerate = {"details": {"degenerate_percent": 90.0}}
-    for make, changes, text in ((plain, {}, "block 1"), (cell, degenerate, "block 1, degenerate")):
+    for make, changes, text in (
+        (plain, {}, "block 1"),
+        (build_record, degenerate, "block 1, degenerate"),
+    ):
         records = [replace(make(layer=layer), **changes) for layer in (0, 1)]
         assert panels(*records)[0].lines[0].best_blocks_text == text
 
 
 def test_pictures_come_first_if_no_task_has_labels(tmp_path):
-    pca = cell(task="pca", metric="explained_variance", dataset="folder")
-    for root, labelled in ((tmp_path / "a", []), (tmp_path / "b", [cell()])):
+    pca = build_record(task="pca", metric="explained_variance", dataset="folder")
+    for root, labelled in ((tmp_path / "a", []), (tmp_path / "b", [build_record()])):
         for task in ("pca", "conditioning"):
-            save_pictures(root, f"{task}/folder/{folder_of(pca)}/image/block03/dog")
+            save_pictures(root, f"{task}/folder/{get_figures_folder(pca)}/image/block03/dog")
         index = element_ids(write_page(root, pca, plain(layer=0, dataset="folder"), *labelled))
         own = element_ids(next((root / "report").glob("checkpoint-*.html")).read_text())
 

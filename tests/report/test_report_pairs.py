@@ -16,16 +16,16 @@ from ssl_bench.report.pictures import PictureFiles, find_galleries, pair_galleri
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import compare_encoders
 from tests.report.test_report import write_report
-from tests.support.faults import encoder_file, probing
+from tests.support.faults import encoder_file, make_probe_args
 from tests.support.report_cells import (
     HALF,
     PERFECT,
     WRONG,
-    cell,
+    build_record,
     compared_pair,
     counts,
-    folder_of,
-    known_as,
+    get_figures_folder,
+    make_encoder_id,
     save,
     save_pictures,
     skipless,
@@ -38,11 +38,11 @@ def read_pair_page(root: Path) -> str:
 
 
 def test_a_pair_shows_the_pictures_that_both_checkpoints_have(tmp_path):
-    records = [cell(task="pca"), skipless(task="pca")]
-    for folder in map(folder_of, records):
+    records = [build_record(task="pca"), skipless(task="pca")]
+    for folder in map(get_figures_folder, records):
         names = ("block00/one", "block01/one", "block01/two", "block01", "blocks-0-1")
         save_pictures(tmp_path, *(f"pca/toy/{folder}/image/{name}" for name in names))
-    save_pictures(tmp_path, f"pca/toy/{folder_of(records[0])}/image/block02/one")
+    save_pictures(tmp_path, f"pca/toy/{get_figures_folder(records[0])}/image/block02/one")
     files = PictureFiles(tmp_path)
     first, second = (find_galleries(files, records, c) for c in list_checkpoints(records))
 
@@ -50,17 +50,19 @@ def test_a_pair_shows_the_pictures_that_both_checkpoints_have(tmp_path):
 
     shown = [(list(one.prefixes), list(one.files)) for one, _ in pairs]
     assert shown == [([0, 1], ["one"]), ([None], ["blocks-0-1"])]
-    assert all(folder_of(records[1]) in path for _, other in pairs for path in other.paths())
+    assert all(
+        get_figures_folder(records[1]) in path for _, other in pairs for path in other.paths()
+    )
 
 
 @pytest.mark.parametrize("ids", [("dog", "cat", "cow", "sky"), None])
 def test_images_are_listed_from_largest_gain_to_largest_loss(tmp_path, ids):
     store, same = ResultStore(tmp_path), {"task": "segmentation", "metric": "miou_holdout"}
     good = [[3, 3], [4, 4], [4, 4]]
-    save(store, cell(**same), counts(HALF, PERFECT, WRONG, good))
+    save(store, build_record(**same), counts(HALF, PERFECT, WRONG, good))
     save(store, skipless(**same), counts(PERFECT, WRONG, HALF, good))
     if ids:
-        store.save_image_ids(cell().dataset_fingerprint, ids)
+        store.save_image_ids(build_record().dataset_fingerprint, ids)
 
     compared = compared_pair(store, store.records())
 
@@ -72,7 +74,7 @@ def test_images_are_listed_from_largest_gain_to_largest_loss(tmp_path, ids):
 @pytest.mark.parametrize("metric", ["corloc", "miou", "pixel_accuracy"])
 def test_the_differences_equal_those_of_the_command_compare(tmp_path, metric):
     store, random = ResultStore(tmp_path), np.random.default_rng(0)
-    records = [make(layer=n, metric=metric) for make in (cell, skipless) for n in (0, 1, 2)]
+    records = [make(layer=n, metric=metric) for make in (build_record, skipless) for n in (0, 1, 2)]
     for record in records:
         if metric == "corloc":
             save(store, record, random.random(11) < 0.5)
@@ -84,7 +86,9 @@ def test_the_differences_equal_those_of_the_command_compare(tmp_path, metric):
 
     compared = compared_pair(store, records)
 
-    (table,), _ = compare_encoders(store, records, {known_as(letter): letter for letter in "ac"})
+    (table,), _ = compare_encoders(
+        store, records, {make_encoder_id(letter): letter for letter in "ac"}
+    )
     fields = attrgetter("first", "second", "low", "high")
     differences = [row.difference for row in (*compared.blocks, *compared.summary)]
     assert list(map(fields, differences)) == list(map(fields, table.rows))
@@ -93,7 +97,7 @@ def test_the_differences_equal_those_of_the_command_compare(tmp_path, metric):
 
 
 def test_a_probe_stores_the_names_of_its_images(workdir):
-    assert main(probing("pca", "folder", workdir / "photos")) == 0
+    assert main(make_probe_args("pca", "folder", workdir / "photos")) == 0
     store = ResultStore(Path("results"))
 
     (record,) = store.records()
@@ -103,9 +107,9 @@ def test_a_probe_stores_the_names_of_its_images(workdir):
 
 def test_the_lowest_of_several_seeds_is_compared(tmp_path):
     store = ResultStore(tmp_path)
-    save(store, cell(seed=1), np.array([1, 1, 1, 0, 0, 0, 0, 0], bool))
+    save(store, build_record(seed=1), np.array([1, 1, 1, 0, 0, 0, 0, 0], bool))
     save(store, skipless(seed=1), np.array([1, 0, 0, 1, 1, 1, 0, 0], bool))
-    for make in (cell, skipless):
+    for make in (build_record, skipless):
         save(store, make(seed=2), np.ones(8, bool))
 
     compared = compared_pair(store, store.records())
@@ -118,7 +122,7 @@ def test_the_lowest_of_several_seeds_is_compared(tmp_path):
 
 def test_checkpoints_with_different_seeds_are_not_compared(tmp_path):
     store = ResultStore(tmp_path)
-    save(store, cell(seed=1), np.array([1, 0, 0, 0], bool))
+    save(store, build_record(seed=1), np.array([1, 0, 0, 0], bool))
     save(store, skipless(seed=2), np.array([1, 1, 1, 0], bool))
     checkpoints = list_checkpoints(store.records())
     (panel,) = group_into_panels(store.records(), checkpoints)
@@ -133,7 +137,7 @@ def test_checkpoints_with_different_seeds_are_not_compared(tmp_path):
 @pytest.mark.parametrize("commit", ["1" * 40, "2" * 40])
 def test_the_page_warns_if_the_results_come_from_different_code(tmp_path, commit):
     store = ResultStore(tmp_path)
-    save(store, cell(git_commit="1" * 40), np.array([1, 0, 0, 0], bool))
+    save(store, build_record(git_commit="1" * 40), np.array([1, 0, 0, 0], bool))
     save(store, skipless(git_commit=commit), np.array([1, 1, 1, 0], bool))
 
     warnings = re.findall(r'<p class="warning">(.*)</p>', read_pair_page(tmp_path))
@@ -143,7 +147,7 @@ def test_the_page_warns_if_the_results_come_from_different_code(tmp_path, commit
 
 def test_metrics_without_a_best_block_have_no_summary_or_counts(tmp_path):
     store = ResultStore(tmp_path)
-    for make in (cell, skipless):
+    for make in (build_record, skipless):
         for layer in (0, 1):
             save(store, make(layer=layer, metric="degenerate"), np.array([1, 0, 0, 1], bool))
 
@@ -157,7 +161,7 @@ def test_metrics_without_a_best_block_have_no_summary_or_counts(tmp_path):
 
 def test_pairs_of_many_checkpoints_must_be_requested(tmp_path, capsys):
     store = ResultStore(tmp_path)
-    records = [cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(7)]
+    records = [build_record(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(7)]
     few, many = (list_checkpoints(records[:count]) for count in (6, 7))
     for record in records:
         store.save(record)
@@ -167,10 +171,10 @@ def test_pairs_of_many_checkpoints_must_be_requested(tmp_path, capsys):
 
     assert len(choose_pairs(few, [])) == 15
     assert choose_pairs(many, []) == []
-    (pair,) = choose_pairs(many, [(known_as("6"), known_as("0"))])
+    (pair,) = choose_pairs(many, [(make_encoder_id("6"), make_encoder_id("0"))])
     assert (pair.first.name, pair.second.name) == ("m6", "m0")
     with pytest.raises(ConfigurationError) as caught:
-        choose_pairs(few, [(known_as("1"), known_as("1"))])
+        choose_pairs(few, [(make_encoder_id("1"), make_encoder_id("1"))])
     assert caught.value.hint == ("--pair", "{checkpoint}", "{other_checkpoint}")
 
 
@@ -178,7 +182,7 @@ def test_a_pair_is_given_by_path_or_name(tmp_path, capsys):
     (tmp_path / "runs/vit").mkdir(parents=True)
     weights = encoder_file(tmp_path / "runs/vit/last.safetensors")
     store = ResultStore(tmp_path)
-    store.save(cell(model="vit", **identify_encoder(str(weights)).identity()))
+    store.save(build_record(model="vit", **identify_encoder(str(weights)).identity()))
     store.save(skipless())
     report = ["report", "--out", str(tmp_path)]
 

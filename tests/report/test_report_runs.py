@@ -16,7 +16,7 @@ from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import read_digests
 from ssl_bench.tables.run_logs import read_run_logs
 from tests.support.faults import expect_error
-from tests.support.report_cells import Elements, cell
+from tests.support.report_cells import Elements, build_record
 from tests.support.runs import log_rows, write_log
 
 # It contains no slash, because it is the name of a folder.
@@ -27,7 +27,7 @@ SIDECAR = "last.safetensors.sha256"
 def run_record(run: Path) -> Record:
     """Return a made-up score of the encoder that a training run has saved, as a record."""
     ((digest, _),) = read_digests(run / SIDECAR)
-    return cell(checkpoint_sha256=digest)
+    return build_record(checkpoint_sha256=digest)
 
 
 def make_rows(count: int, loss, *, epoch_length: int = 100) -> list[dict]:
@@ -110,7 +110,7 @@ def test_a_damaged_log_does_not_stop_a_report_without_runs(
 
 def test_runs_without_records_are_drawn_only_on_request(pretrained_runs, workdir, capsys):
     (workdir / "runs").symlink_to(pretrained_runs)
-    ResultStore(workdir / "results").save(cell())
+    ResultStore(workdir / "results").save(build_record())
 
     assert main(["report"]) == 0
     assert not Path("results/report/runs.html").exists()

@@ -14,7 +14,7 @@ from ssl_bench.report.overview import summarize_checkpoints
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.results import Baseline, Record, ResultStore
 from tests.report.test_report import write_report
-from tests.support.report_cells import cell, plain, save, skipless
+from tests.support.report_cells import build_record, plain, save, skipless
 
 
 def hits(number: int) -> np.ndarray:
@@ -56,7 +56,7 @@ def extract_numbers(text: str) -> str:
 )
 def test_blocks_are_compared_with_the_best_on_equal_images(store, counts, expected, is_significant):
     for layer, number in enumerate(counts):
-        save(store, cell(layer=layer), hits(number))
+        save(store, build_record(layer=layer), hits(number))
 
     ((text,),) = summarize(store)
 
@@ -67,7 +67,7 @@ def test_blocks_are_compared_with_the_best_on_equal_images(store, counts, expect
 
 def test_intervals_are_compared_if_there_are_no_per_image_values(store):
     ends = ((1.0, 2.0, 4.0), (3.0, 5.0, 6.5), (6.0, 7.0, 9.0))
-    records = [cell(layer=n, value=v, ci95=(a, b)) for n, (a, v, b) in enumerate(ends)]
+    records = [build_record(layer=n, value=v, ci95=(a, b)) for n, (a, v, b) in enumerate(ends)]
 
     ((text,),) = summarize(store, *records)
 
@@ -78,7 +78,7 @@ def test_better_blocks_for_the_compared_seed_are_not_called_lower(store):
     # Block 1 has the best mean over both seeds. Only seed 0 is compared, where block 0 is better.
     for seed, counts in enumerate(((16, 5), (1, 20))):
         for layer, number in enumerate(counts):
-            save(store, cell(layer=layer, seed=seed), hits(number))
+            save(store, build_record(layer=layer, seed=seed), hits(number))
 
     ((text,),) = summarize(store)
 
@@ -90,9 +90,11 @@ def test_degenerate_blocks_are_excluded(store):
     records = [
         replace(record, details={"degenerate_percent": percent})
         for record, percent in (
-            (cell(layer=0, value=9.0), 50.0), (cell(layer=1, value=8.0), 50.5), (skipless(), 50.5)
+            (build_record(layer=0, value=9.0), 50.0),
+            (build_record(layer=1, value=8.0), 50.5),
+            (skipless(), 50.5),
         )
-    ]  # fmt: skip
+    ]
 
     (first,), (second,) = summarize(store, *records)
 
@@ -105,7 +107,9 @@ def test_unbeaten_baselines_and_ranges_of_unitless_values_are_reported(store):
     details = Baseline("centre box", 55.0).as_details()
     unitless = [plain(layer=layer, value=value) for layer, value in enumerate((7.0, 3.0, 5.0))]
 
-    ((low, spread),) = summarize(store, replace(cell(value=50.0), details=details), *unitless)
+    ((low, spread),) = summarize(
+        store, replace(build_record(value=50.0), details=details), *unitless
+    )
 
     assert "not significantly above centre box 55.0" in low
     assert extract_numbers(spread) == "3 1 7 0"
@@ -114,7 +118,7 @@ def test_unbeaten_baselines_and_ranges_of_unitless_values_are_reported(store):
 def test_every_protocol_has_a_sentence(store):
     for protocol, counts in {"reference": (5, 2, 1), "adaptive": (1, 2, 15)}.items():
         for layer, number in enumerate(counts):
-            save(store, cell(layer=layer, protocol=protocol), hits(number))
+            save(store, build_record(layer=layer, protocol=protocol), hits(number))
     save(store, skipless(), hits(9))
 
     protocols = [re.findall(r"protocol (\w+)", " ".join(texts)) for texts in summarize(store)]
@@ -124,7 +128,7 @@ def test_every_protocol_has_a_sentence(store):
 
 def test_the_overview_has_three_sentences_and_the_page_has_all(tmp_path):
     details = {"left_out": {"all": {"count": 3, "first": ["a.jpg", "b.jpg"]}}}
-    records = [replace(cell(dataset=name), details=details) for name in "abcde"]
+    records = [replace(build_record(dataset=name), details=details) for name in "abcde"]
 
     report = write_report(tmp_path, *records)
 
@@ -140,8 +144,8 @@ def test_the_overview_has_three_sentences_and_the_page_has_all(tmp_path):
 
 def test_the_first_sentences_are_about_different_tasks(store):
     for dataset in "ab":
-        save(store, cell(dataset=dataset), hits(9))
-    save(store, cell(task="knn", metric="top1_k20", dataset="c"), hits(9))
+        save(store, build_record(dataset=dataset), hits(9))
+    save(store, build_record(task="knn", metric="top1_k20", dataset="c"), hits(9))
 
     (texts,) = summarize(store)
 

@@ -15,7 +15,7 @@ from ssl_bench.report.panels import MAX_LINES, group_into_panels, list_checkpoin
 from ssl_bench.report.trends import draw_severities, find_epoch_trends, style_block
 from ssl_bench.results import Record, ResultStore
 from tests.report.test_report import write_report
-from tests.support.report_cells import EVIL, Elements, cell, plain
+from tests.support.report_cells import EVIL, Elements, build_record, plain
 from tests.tables.test_severities import corrupted_blocks
 
 ENCODERS = [("skip", 100.0), ("skip", 300.0), ("skipless", 100.0), ("single", 300.0)]
@@ -29,7 +29,7 @@ def make_record(run: str, epoch: float, layer: int, value: float, **changes) -> 
     """
     model = run if epoch == 300 else f"{run}@{epoch:g}"
     sha, ends = "acde"[ENCODERS.index((run, epoch))] * 64, (value - 5, value + 5)
-    record = cell(model=model, checkpoint_sha256=sha, layer=layer, value=value, ci95=ends)
+    record = build_record(model=model, checkpoint_sha256=sha, layer=layer, value=value, ci95=ends)
     return replace(record, details={"epoch": epoch}, **changes)
 
 
@@ -99,7 +99,7 @@ def test_no_two_blocks_look_the_same(depth):
 
 
 def test_the_legend_shows_the_styles_of_blocks_in_the_deepest_encoder():
-    other = cell(model="short@100", checkpoint_sha256="f" * 64, layer=1, depth=2)
+    other = build_record(model="short@100", checkpoint_sha256="f" * 64, layer=1, depth=2)
     short = [
         replace(other, details={"epoch": 100.0}),
         replace(other, model="short", checkpoint_sha256="9" * 64, details={"epoch": 300.0}),

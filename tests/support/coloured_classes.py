@@ -35,7 +35,7 @@ def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 9
     return root
 
 
-def of_images(root: Path, kept: Sequence[int]) -> ClassFolders:
+def select_train_images(root: Path, kept: Sequence[int]) -> ClassFolders:
     """Return the dataset in `root`, with only the training images whose indices are in `kept`."""
     dataset = ClassFolders(root)
     some = dataset.train().select("class_folders", list(kept))
@@ -47,7 +47,7 @@ def tiny(seed: int = 0) -> Encoder:
     return encoder_from_model(build_vit(TINY, seed=seed), name="tiny")
 
 
-def flat(value: float = 1.0) -> Encoder:
+def build_constant_encoder(value: float = 1.0) -> Encoder:
     """Return an encoder whose final norm outputs `value` in every channel, for any image."""
     model = build_vit(TINY, seed=0)
     torch.nn.init.zeros_(model.get_parameter("norm.weight"))
@@ -61,7 +61,7 @@ def class_context(
     return context_of(encoder or tiny(), dataset, layers, Path("nowhere"), **changes)
 
 
-def scored(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
+def run_probe(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
     """Run a probe, with the options `changes`. Return its scores by (layer, facet, metric).
 
     A facet is a kind of feature, such as the [CLS] token. Also check that the probe's method

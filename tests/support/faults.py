@@ -187,7 +187,7 @@ LFS_POINTER = (
 )
 
 
-def spoil(path: Path, how: str) -> None:
+def corrupt_file(path: Path, how: str) -> None:
     """Damage a file: truncate it, or replace it with a web page or a Git LFS pointer.
 
     `how` is one of "empty", "half", "last2" (the last two bytes are removed), "html" and "lfs".
@@ -198,7 +198,7 @@ def spoil(path: Path, how: str) -> None:
     path.write_bytes(substitutes[how] if how in substitutes else content[: lengths[how]])
 
 
-def probing(
+def make_probe_args(
     task: str, dataset: str, root: Path, *more: str, checkpoint: str | Path = "encoder.safetensors"
 ) -> list[str]:
     """Return the command-line arguments of a fast `probe` run on block 1.
@@ -209,11 +209,11 @@ def probing(
     return [*arguments, "--checkpoint", str(checkpoint), "--layer", "1", *SMALL[task], *more]
 
 
-def pretraining(root: Path, out: str, *more: str) -> list[str]:
+def make_pretrain_args(root: Path, out: str, *more: str) -> list[str]:
     return ["pretrain", "--data-root", str(root), "--out", out, *PRETRAIN, *more]
 
 
-def supervised(root: Path, out: str, *more: str) -> list[str]:
+def make_supervised_args(root: Path, out: str, *more: str) -> list[str]:
     """Return the command-line arguments of a fast supervised pretraining run.
 
     `more` are further arguments.
@@ -316,7 +316,7 @@ def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
 
 
 @contextmanager
-def small_files(limit: int) -> Iterator[None]:
+def limit_file_size(limit: int) -> Iterator[None]:
     """Inside a `with` block, let every write that makes a file larger than `limit` bytes fail.
 
     Such a write raises an `OSError` with errno EFBIG ("File too large").

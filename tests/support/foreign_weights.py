@@ -86,7 +86,7 @@ def normalise(encoder: Encoder, images: Tensor) -> Tensor:
     return (images - mean) / std
 
 
-def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
+def rename_weights(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
     """Return the weights under new names.
 
     `names` maps regular expressions to replacements, which are applied to each name in order.
@@ -99,12 +99,12 @@ def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
     return result
 
 
-def saved(path: Path, content: Mapping[str, Any]) -> Path:
+def save_checkpoint(path: Path, content: Mapping[str, Any]) -> Path:
     torch.save(dict(content), path)
     return path
 
 
-def folder_of(
+def save_hf_folder(
     folder: Path, weights: Weights, config: Mapping[str, Any], colours: Mapping[str, Any] = {}
 ) -> str:
     """Save weights and a config as a Hugging Face model folder. Return its `local-dir:` address.
@@ -119,7 +119,7 @@ def folder_of(
     return f"local-dir:{folder}"
 
 
-def message_of(uri: str | Path) -> str:
+def get_load_error(uri: str | Path) -> str:
     with pytest.raises(CheckpointError) as raised:
         load_encoder(str(uri))
     message = str(raised.value)

@@ -12,7 +12,7 @@ from probes.classification import LinearClassification
 from probes.segmentation import Segmentation
 from ssl_bench.composition.choices import config_folder
 from ssl_bench.composition.compose import TARGET, component_class, instantiate, read_file
-from tests.support.configured import configured
+from tests.support.components import build_component
 
 
 def segmentation(
@@ -58,4 +58,4 @@ def _build(
         call |= {name: value for name, value in defaults.items() if name in accepted}
         call |= {name: changes.pop(name) for name in accepted & changes.keys()}
         given[field] = instantiate(call, f"probe.{field}")
-    return configured(kind, **given, **changes)
+    return build_component(kind, **given, **changes)

@@ -12,7 +12,7 @@ import numpy as np
 from markdown_it import MarkdownIt
 
 from ssl_bench.results import Record, ResultStore
-from tests.support.report_cells import SKIP, SKIPLESS, Elements, cell, save
+from tests.support.report_cells import SKIP, SKIPLESS, Elements, build_record, save
 
 # Attacks on terminals, TeX, spreadsheets, Markdown and HTML.
 HOSTILE = (
@@ -36,7 +36,7 @@ def hostile(**changes) -> Record:
     texts = dict.fromkeys(FREE, HOSTILE) | _NAMES
     nested = {HOSTILE: [HOSTILE, {HOSTILE: HOSTILE}], "__proto__": HOSTILE, "left_out": HOSTILE}
     details = {HOSTILE: HOSTILE, "degenerate_percent": 7.0, "__proto__": {"x": HOSTILE}}
-    return replace(cell(), **{**texts, "settings": nested, "details": details, **changes})
+    return replace(build_record(), **{**texts, "settings": nested, "details": details, **changes})
 
 
 def hostile_store(root: Path) -> ResultStore:
@@ -51,7 +51,7 @@ def hostile_store(root: Path) -> ResultStore:
             save(store, record, np.arange(6) < 3 + layer)
             save(store, replace(record, metric="corloc"), np.arange(6) < 2 + layer)
     ids = [HOSTILE, *map(str, range(5))]
-    store.save_image_ids(cell().dataset_fingerprint, ids)
+    store.save_image_ids(build_record().dataset_fingerprint, ids)
     return store
 
 

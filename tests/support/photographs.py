@@ -39,7 +39,7 @@ def context_of(
     return ProbeContext(encoder, dataset, tuple(layers), artifacts=folder, **{**silence, **changes})
 
 
-def evaluated(
+def evaluate_probe(
     probe: Probe,
     dataset: Dataset,
     store: ResultStore,

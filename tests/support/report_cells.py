@@ -24,11 +24,11 @@ EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
 MOST_BYTES = 3_000_000
 
 
-def cell(**changes) -> Record:
-    return replace(RECORD, details={}, **around(changes))
+def build_record(**changes) -> Record:
+    return replace(RECORD, details={}, **add_interval(changes))
 
 
-def around(changes: dict) -> dict:
+def add_interval(changes: dict) -> dict:
     """Add a 95 % interval to changes of a record (stored score) that contain a new value.
 
     `changes` maps field names to new values. It is returned unchanged if it contains no value, or
@@ -46,15 +46,15 @@ def around(changes: dict) -> dict:
 
 
 def skipless(**changes) -> Record:
-    return cell(**{"model": "skipless", "checkpoint_sha256": SKIPLESS, **changes})
+    return build_record(**{"model": "skipless", "checkpoint_sha256": SKIPLESS, **changes})
 
 
-def known_as(letter: str) -> str:
+def make_encoder_id(letter: str) -> str:
     """Return the id of a made-up encoder, whose SHA-256 consists of one repeated letter."""
-    return cell(checkpoint_sha256=letter * 64).encoder_id
+    return build_record(checkpoint_sha256=letter * 64).encoder_id
 
 
-def folder_of(record: Record) -> str:
+def get_figures_folder(record: Record) -> str:
     """Return the name of the folder with figures of the encoder and dataset of a score."""
     return f"{record.model}-{record.encoder_id[:8]}-{record.dataset_fingerprint[:8]}"
 
@@ -67,7 +67,7 @@ def curve(*values, low=None, high=None):
 def save(store: ResultStore, record: Record, per_image) -> None:
     """Save per-image values, and a score that is computed from them."""
     value = ImageCurve(record.metric, {}).value(per_image)
-    changes = around({"value": value, "num_images": len(per_image), "unit": record.unit})
+    changes = add_interval({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
 
 
@@ -103,7 +103,9 @@ class Elements(HTMLParser):
 
 
 def plain(**changes) -> Record:
-    return cell(**{"task": "conditioning", "metric": "condition_number", "unit": "", **changes})
+    return build_record(
+        **{"task": "conditioning", "metric": "condition_number", "unit": "", **changes}
+    )
 
 
 def counts(*images):

@@ -10,7 +10,7 @@ from PIL import Image
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record, ResultStore
-from tests.support.report_cells import cell, counts, folder_of, save, skipless
+from tests.support.report_cells import build_record, counts, get_figures_folder, save, skipless
 
 NAME = "skipless <script>alert(1)</script>"
 PAGES = ("index.html", "checkpoint-*.html", "compare-*.html")
@@ -24,7 +24,7 @@ def browsed_report(root: Path) -> Path:
     store, random = ResultStore(root), np.random.default_rng(0)
     for layer, num_hits in enumerate((9, 0, 10)):
         for record, hits in (
-            (cell(layer=layer), num_hits),
+            (build_record(layer=layer), num_hits),
             (skipless(layer=layer, model=NAME), 10 - num_hits),
         ):
             save(store, record, np.arange(12) < hits)
@@ -45,7 +45,7 @@ def browsed_report(root: Path) -> Path:
 
 
 def draw(root: Path, record: Record) -> None:
-    folder = folder_of(record).replace("/", "_")
+    folder = get_figures_folder(record).replace("/", "_")
     path = root / f"pictures/tokencut/toy/{folder}/reference/block0{record.layer}_key"
     path.mkdir(parents=True)
     for number, image in enumerate(("dog", "cat")):

@@ -16,7 +16,12 @@ from pretrain.checkpoints import ENCODER, LOG, load_state
 from pretrain.plan import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import Preempted
-from tests.support.faults import class_folders, pretraining, supervised, unchecked_types
+from tests.support.faults import (
+    class_folders,
+    make_pretrain_args,
+    make_supervised_args,
+    unchecked_types,
+)
 
 CPU = torch.device("cpu")
 TIMED = ("images_per_second", "data_wait", "mfu")
@@ -47,7 +52,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert (one / ENCODER).read_bytes() == (other / ENCODER).read_bytes()
 
 
-def end_after_parts(
+def interrupt_at_micro_batch(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
     """Make a run send itself a signal before a certain micro-batch of a training step.
@@ -58,18 +63,18 @@ def end_after_parts(
         number: Number of the micro-batch, counted from 1 over all steps.
         sent: The signal.
     """
-    finish, calls = crops.finish, []
+    augment_on_device, calls = crops.augment_on_device, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == number:
             os.kill(os.getpid(), sent)
-        return finish(self, *arguments)
+        return augment_on_device(self, *arguments)
 
-    monkeypatch.setattr(crops, "finish", interrupted)
+    monkeypatch.setattr(crops, "augment_on_device", interrupted)
 
 
-def assert_goes_on_to_the_bit(
+def assert_resumes_exactly(
     plan: Pretraining,
     folder: Path,
     *,
@@ -95,7 +100,7 @@ def assert_goes_on_to_the_bit(
     """
     path = plan.run(folder / "whole", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        end_after_parts(patch, type(plan.objective.crops), parts, sent)
+        interrupt_at_micro_batch(patch, type(plan.objective.crops), parts, sent)
         with pytest.raises(error):
             plan.run(folder / "stopped", device="cpu")
     assert [row["step"] for row in log_rows(folder / "stopped")] == list(range(1, steps + 1))
@@ -123,9 +128,9 @@ def pretrain_two(root: Path) -> Path:
     images, runs = class_folders(root / "images"), root / "runs"
     neighbours = ["monitor.knn_epochs=1", "monitor.neighbours=2", f"monitor.root={images}"]
     with unchecked_types():
-        assert main(pretraining(images / "train", str(runs / "dino"), *neighbours)) == 0
+        assert main(make_pretrain_args(images / "train", str(runs / "dino"), *neighbours)) == 0
         accuracy = ["monitor.accuracy_epochs=1", "train.batch_size=3", "model=vit_tiny_skipless"]
-        assert main(supervised(images, str(runs / "labels"), *accuracy)) == 0
+        assert main(make_supervised_args(images, str(runs / "labels"), *accuracy)) == 0
     return runs
 
 

@@ -34,7 +34,7 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import DataError, MachineError, UnreadableImage
 
 # The step of the fault. The first step is 0.
-AT = 3
+FAULT_STEP = 3
 SECONDS = 90
 AT_ONCE = 3
 # In seconds, twice the timeout of `_SHORT`.
@@ -53,15 +53,15 @@ def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callabl
     return lambda: setattr(owner, name, make(getattr(owner, name)))
 
 
-def at_step(fault: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that makes `fault` be called when the images of step `AT` are read.
+def inject_at_step(fault: Callable[[], Any]) -> Callable[[], None]:
+    """Return a function that makes `fault` be called when the images of step `FAULT_STEP` are read.
 
     If `fault` returns something other than None, the run uses it instead of the images.
     """
 
     def make(usual: Any) -> Any:
         def getitem(self: BatchChunks, piece: int) -> Any:
-            result = fault() if piece == AT else None
+            result = fault() if piece == FAULT_STEP else None
             return usual(self, piece) if result is None else result
 
         return getitem
@@ -69,8 +69,8 @@ def at_step(fault: Callable[[], Any]) -> Callable[[], None]:
     return replace_method(BatchChunks, "__getitem__", make)
 
 
-def receive(number: signal.Signals) -> Callable[[], None]:
-    return at_step(lambda: os.kill(os.getpid(), number))
+def send_signal(number: signal.Signals) -> Callable[[], None]:
+    return inject_at_step(lambda: os.kill(os.getpid(), number))
 
 
 def lose_worker() -> None:
@@ -80,21 +80,21 @@ def lose_worker() -> None:
 def diverging(usual: Any) -> Any:
     def loss(self: DinoLearner, network: Any, views: Any, step: int) -> Any:
         value, report = usual(self, network, views, step)
-        return (value * torch.nan if step >= AT else value), report
+        return (value * torch.nan if step >= FAULT_STEP else value), report
 
     return loss
 
 
 def full_log(usual: Any) -> Any:
     def write(self: LogFile, row: Any) -> None:
-        if row["step"] > AT:
+        if row["step"] > FAULT_STEP:
             raise MachineError("cannot write log.jsonl: No space left on device; free space")
         usual(self, row)
 
     return write
 
 
-def at_state(fault: Callable[[int], None]) -> Callable[[], None]:
+def inject_before_save(fault: Callable[[int], None]) -> Callable[[], None]:
     """Return a function that makes `fault` be called before each training state is written.
 
     The argument of `fault` is the number of the training step.
@@ -111,13 +111,13 @@ def at_state(fault: Callable[[int], None]) -> Callable[[], None]:
 
 
 def fill_disk(step: int) -> None:
-    if step > AT:
+    if step > FAULT_STEP:
         raise OSError(28, "No space left on device")
 
 
 def slow_monitor(usual: Any) -> Any:
     def measures(self: Evaluator, step: int) -> dict[str, float]:
-        time.sleep(PAUSE * (step == AT - 1))
+        time.sleep(PAUSE * (step == FAULT_STEP - 1))
         return usual(self, step)
 
     return measures
@@ -125,7 +125,7 @@ def slow_monitor(usual: Any) -> Any:
 
 def broken_monitor(usual: Any) -> Any:
     def measures(self: Evaluator, step: int) -> dict[str, float]:
-        assert step != AT - 1, "an unforeseen error"
+        assert step != FAULT_STEP - 1, "an unforeseen error"
         return usual(self, step)
 
     return measures
@@ -152,25 +152,25 @@ def no_images(usual: Any) -> Any:
 _SLOW_MONITOR = replace_method(Evaluator, "measure_if_due", slow_monitor)
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
-    "image": at_step(lambda: DataError("photos/3.png is cut short")),
+    "image": inject_at_step(lambda: DataError("photos/3.png is cut short")),
     "loss": replace_method(DinoLearner, "loss", diverging),
-    "SIGTERM": receive(signal.SIGTERM),
-    "SIGHUP": receive(signal.SIGHUP),
-    "SIGINT": receive(signal.SIGINT),
+    "SIGTERM": send_signal(signal.SIGTERM),
+    "SIGHUP": send_signal(signal.SIGHUP),
+    "SIGINT": send_signal(signal.SIGINT),
     "disk": replace_method(LogFile, "write", full_log),
-    "worker": at_step(lose_worker),
+    "worker": inject_at_step(lose_worker),
     "images": replace_method(ImageFolder, "images", no_images),
     "monitor": replace_method(Evaluator, "measure_if_due", broken_monitor),
     "skipped": replace_method(FileImageSet, "__getitem__", lost_image),
     "taken": lambda: None,
-    "states": at_state(fill_disk),
-    "slow disk": at_state(lambda step: time.sleep(PAUSE * (step < AT))),
+    "states": inject_before_save(fill_disk),
+    "slow disk": inject_before_save(lambda step: time.sleep(PAUSE * (step < FAULT_STEP))),
     "slow monitor": _SLOW_MONITOR,
     "slower monitor": _SLOW_MONITOR,
 }
 _SHORT = f"train.timeout_minutes={PAUSE / 2 / 60:.3f}"
 # Options that a fault needs in addition.
-MORE: dict[str, tuple[str, ...]] = {
+EXTRA_OPTIONS: dict[str, tuple[str, ...]] = {
     "skipped": ("data.on_bad_image=skip",),
     "states": ("train.checkpoint_epochs=1",),
     "slow disk": ("train.checkpoint_epochs=1", _SHORT),
@@ -200,7 +200,7 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
     stderr, code = io.StringIO(), 1
     try:
         with contextlib.redirect_stderr(stderr):
-            arguments = [*run_arguments(photos, out), *MORE.get(name, ())]
+            arguments = [*run_arguments(photos, out), *EXTRA_OPTIONS.get(name, ())]
             code = cli.main([*arguments, f"monitor.root={photos.parent / 'classes'}"])
     finally:
         Path(f"{out}.{number}").write_text(stderr.getvalue())

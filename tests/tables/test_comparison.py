@@ -18,7 +18,7 @@ from ssl_bench.tables.comparison import (
 )
 from ssl_bench.tables.sheets import NO_VALUE
 from tests.core.test_results import RECORD
-from tests.support.report_cells import around, cell, known_as
+from tests.support.report_cells import add_interval, build_record, make_encoder_id
 from tests.tables.test_pivot import hits
 
 GENERATOR = np.random.default_rng(0)
@@ -41,12 +41,14 @@ def save(store, sha, layers, **changes):
         record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)
         if values is not None:
             fields = {"num_images": len(values), "value": 100 * float(values.mean())}
-            record = replace(record, **around(fields))
+            record = replace(record, **add_interval(fields))
         store.save(record, values)
 
 
 def compare(store, shas="ad"):
-    tables, _ = compare_encoders(store, store.records(), {known_as(one): one for one in shas})
+    tables, _ = compare_encoders(
+        store, store.records(), {make_encoder_id(one): one for one in shas}
+    )
     return tables
 
 
@@ -156,11 +158,11 @@ def test_tables_name_their_seed_and_encoders_without_a_best_block(store):
 
 def test_encoders_of_the_same_name_are_distinguished_by_id(store):
     for sha in "ad":
-        store.save(cell(checkpoint_sha256=sha * 64, value=50.0, num_images=2), hits(1, 0))
+        store.save(build_record(checkpoint_sha256=sha * 64, value=50.0, num_images=2), hits(1, 0))
 
     (table,) = compare(store)
 
-    assert table.names == tuple(f"skip {known_as(sha)[:6]}" for sha in "ad")
+    assert table.names == tuple(f"skip {make_encoder_id(sha)[:6]}" for sha in "ad")
     assert set(table.code) == set(table.names)
 
 
@@ -168,9 +170,11 @@ def test_the_reasons_concern_only_tasks_of_the_compared_encoders(store):
     for sha in "ad":
         save(store, sha, {0: hits(1, 0)})
     save(store, "a", {0: hits(1, 0)}, task="knn", metric="top1_k20")
-    store.save(cell(checkpoint_sha256="e" * 64, task="pca", metric="explained_variance"))
+    store.save(build_record(checkpoint_sha256="e" * 64, task="pca", metric="explained_variance"))
 
-    _, reasons = compare_encoders(store, store.records(), {known_as(one): one for one in "ad"})
+    _, reasons = compare_encoders(
+        store, store.records(), {make_encoder_id(one): one for one in "ad"}
+    )
 
     assert list(reasons) == ["knn"]
 
@@ -201,7 +205,7 @@ def test_encoders_are_found_by_name_and_digest(store, cli, cli_json):
     first = table["rows"][0]
     assert (first["block"], first["second"]) == ("0", 100.0)
     assert first["difference"] == pytest.approx(-200 / 3)
-    assert f"skip {known_as('a')[:8]}" in cli("compare", "skipp", "skip", code=3).err
+    assert f"skip {make_encoder_id('a')[:8]}" in cli("compare", "skipp", "skip", code=3).err
 
 
 def test_one_metric_of_a_task_is_compared_by_default(store, cli, cli_json):
@@ -225,7 +229,7 @@ def test_one_metric_of_a_task_is_compared_by_default(store, cli, cli_json):
 @pytest.mark.parametrize(("dataset", "code"), [("other", 3), ("nowhere", 2)])
 def test_a_dataset_without_results_of_these_encoders_gets_a_hint(store, cli, dataset, code):
     for sha, own in (("a", "one"), ("d", "one"), ("e", "other")):
-        store.save(cell(model=f"model {sha}", checkpoint_sha256=sha * 64, dataset=own))
+        store.save(build_record(model=f"model {sha}", checkpoint_sha256=sha * 64, dataset=own))
 
     err = cli("compare", "model a", "model d", "--dataset", dataset, code=code).err
 
@@ -264,7 +268,7 @@ def test_a_choice_of_blocks_that_predict_different_classes_is_noted(store, cli, 
     for layer in (0, 1):
         counts = np.zeros((2, 3, 3), np.int64)
         counts[:, 2, 0] = counts[layer, :2, 0] = counts[1 - layer, 1, 1 + layer] = 10
-        fields = around({"num_images": 2, "value": value})
+        fields = add_interval({"num_images": 2, "value": value})
         record = replace(RECORD, task="segmentation", metric=metric, layer=layer, **fields)
         store.save(record, counts)
 

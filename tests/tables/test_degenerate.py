@@ -19,7 +19,7 @@ from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.layer_selection import choose_block
 from ssl_bench.tables.severities import severity_tables
 from tests.core.test_results import RECORD
-from tests.support.report_cells import around
+from tests.support.report_cells import add_interval
 from tests.tables.test_severities import corrupted_blocks
 
 NUM_IMAGES = 40
@@ -33,7 +33,7 @@ def make_records(sha: str, name: str, blocks: dict[int, tuple[int, float]]) -> l
     """
     record = replace(RECORD, checkpoint_sha256=sha * 64, model=name)
     return [
-        replace(record, layer=layer, details={"degenerate_percent": percent}, **around(
+        replace(record, layer=layer, details={"degenerate_percent": percent}, **add_interval(
             {"num_images": NUM_IMAGES, "value": 100 * hits / NUM_IMAGES}
         ))
         for layer, (hits, percent) in blocks.items()

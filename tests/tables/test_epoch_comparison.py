@@ -11,7 +11,7 @@ from ssl_bench.errors import DataError
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import compare_encoders, compare_runs
 from ssl_bench.tables.depth import epoch_tables
-from tests.support.report_cells import cell, save
+from tests.support.report_cells import build_record, save
 
 # The number of correct images out of ten, for each block of each run and epoch.
 HITS = {
@@ -34,7 +34,7 @@ def make_record(run: str, epoch: int, **changes):
     """
     digit = f"{list(HITS).index((run, epoch)):x}"
     model = run if epoch == 300 else f"{run}@{epoch}"
-    record = cell(model=model, checkpoint_sha256=digit * 64, **changes)
+    record = build_record(model=model, checkpoint_sha256=digit * 64, **changes)
     return replace(record, details={"epoch": float(epoch)})
 
 
@@ -142,8 +142,8 @@ def test_the_epochs_of_each_block_are_in_consecutive_rows(cli, cli_json):
     ],
 )
 def test_runs_that_cannot_be_compared_are_refused(store, cli, names, code, words):
-    store.save(cell(model="unknown", checkpoint_sha256="f" * 64))
-    late = cell(model="late", checkpoint_sha256="e" * 64)
+    store.save(build_record(model="unknown", checkpoint_sha256="f" * 64))
+    late = build_record(model="late", checkpoint_sha256="e" * 64)
     store.save(replace(late, details={"epoch": 400.0}))
 
     assert words in cli(*OVER_EPOCHS, *names, code=code).err

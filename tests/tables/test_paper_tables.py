@@ -11,7 +11,7 @@ from typing import Any
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.published import load_published_table
 from ssl_bench.tables.sheets import render_tables
-from tests.support.report_cells import known_as
+from tests.support.report_cells import make_encoder_id
 from tests.tables.test_pivot import hits, save
 
 VOC: dict[str, Any] = {"dataset": "voc2012", "split": "trainval"}
@@ -29,7 +29,7 @@ def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
         shas: Letters, each of which stands for an encoder.
         rows: Row of each encoder in the table, by its letter.
     """
-    encoders = {rows[sha]: known_as(sha) for sha in shas}
+    encoders = {rows[sha]: make_encoder_id(sha) for sha in shas}
     published = load_published_table(name)
     return paper_table(published, store.records(), store, encoders=encoders, choice=choice)
 

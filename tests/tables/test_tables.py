@@ -35,8 +35,8 @@ from ssl_bench.tables.sheets import (
     render_tables,
 )
 from tests.core.test_results import RECORD
-from tests.support.faults import expect_error, small_files
-from tests.support.report_cells import cell, known_as
+from tests.support.faults import expect_error, limit_file_size
+from tests.support.report_cells import build_record, make_encoder_id
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
 NAMES = tuple(sorted(f"skip {record.encoder_id[:6]}" for record in (RECORD, SKIPLESS)))
@@ -97,10 +97,10 @@ def test_checkpoints_with_the_same_name_have_separate_table_columns():
 
     assert [table.columns for table in tables] == [NAMES, NAMES[:1]]
     # The name of the third encoder is that of the first one with the digits of its id.
-    a, b, c, _ = ids = [known_as(letter) for letter in "abcd"]
+    a, b, c, _ = ids = [make_encoder_id(letter) for letter in "abcd"]
     models = ("run", "run", f"run {a[:6]}", "other")
     cells = [
-        cell(model=model, checkpoint_sha256=letter * 64)
+        build_record(model=model, checkpoint_sha256=letter * 64)
         for model, letter in zip(models, "abcd", strict=True)
     ]
     names = (f"run {a[:6]} {a}", f"run {b[:6]}", f"run {a[:6]} {c}", "other")
@@ -367,7 +367,7 @@ def test_the_image_size_is_stated_below_a_table():
 def test_figures_on_a_full_disk_give_a_one_line_error(store, cli):
     store.save(RECORD)
     for kind in ("pdf", "png"):
-        with small_files(2000):
+        with limit_file_size(2000):
             err = cli("table", "--figure", str(store.root / f"curves.{kind}"), code=5).err
         assert len(err.splitlines()) == 1
         assert not [*store.root.glob("curves*")]

@@ -5,14 +5,14 @@ The claims were fixed before any run. Later commits changed only their wording.
 
 from tests.benchmarks.evidence.rows import OPTIMIZERS, READINGS
 from tests.benchmarks.evidence.verdicts import (
-    Above,
     AboveRandom,
-    Apart,
     Claim,
     Contrast,
-    Outside,
+    DistinctPatches,
+    LowestScore,
+    MaxFileSize,
+    PositiveDifferences,
     SameBest,
-    Small,
     minus,
 )
 
@@ -43,7 +43,7 @@ CLAIMS = (
         "the default initialisation has the lowest accuracy with both optimizers",
         "Refuted if it is not the lowest, or lies within the interval over seeds of the proposed "
         "one.",
-        Outside(_LOWEST), limits=_LIMIT,
+        LowestScore(_LOWEST), limits=_LIMIT,
     ),
     Claim(
         "V4b", "skipless",
@@ -51,7 +51,8 @@ CLAIMS = (
         [one for one in _TABLE1 if not one[1].startswith("skip,")],
         "the gap with SOAP is less than half of the gap with AdamW",
         _BELOW,
-        Above([Contrast("half the gap with AdamW - the gap with SOAP", _GAPS)]), limits=_LIMIT,
+        PositiveDifferences([Contrast("half the gap with AdamW - the gap with SOAP", _GAPS)]),
+        limits=_LIMIT,
     ),
     Claim(
         "V4c", "skipless_deep",
@@ -60,8 +61,10 @@ CLAIMS = (
         _TABLE1[3:],
         "the default initialisation has the lowest accuracy",
         "Refuted if an interval over images is below 0.",
-        Above([minus(name, "skipless_default_soap") for name in ("skip_soap", "skipless_soap")],
-              over="images"),
+        PositiveDifferences(
+            [minus(name, "skipless_default_soap") for name in ("skip_soap", "skipless_soap")],
+            over="images",
+        ),
         limits="one seed",
     ),
     Claim(
@@ -95,7 +98,8 @@ CLAIMS = (
         "in at least one variant, less than half of the patches of each block are nearly equal "
         "(cosine above 0.99) and the loss is not above that of `published`",
         "Refuted if this holds for no variant.",
-        Apart("published", 50.0), published_statement="none", limits="one seed and one rate",
+        DistinctPatches("published", 50.0), published_statement="none",
+        limits="one seed and one rate",
     ),
     Claim(
         "V12", "dino",
@@ -103,7 +107,7 @@ CLAIMS = (
         (),
         "both can be loaded and are below 6 MB",
         "Refuted if one is larger or cannot be loaded.",
-        Small(6_000_000), published_statement="none",
+        MaxFileSize(6_000_000), published_statement="none",
     ),
     Claim(
         "V1", "mimetic",
@@ -113,7 +117,9 @@ CLAIMS = (
          for init in ("default", "mimetic")],
         "the mimetic initialisation has the highest accuracy",
         "Refuted if an interval over seeds includes 0 or is below 0.",
-        Above([minus("mimetic", "default"), minus("mimetic", "sinusoidal")], zero_refutes=True),
+        PositiveDifferences(
+            [minus("mimetic", "default"), minus("mimetic", "sinusoidal")], zero_refutes=True
+        ),
         limits="patch 4 and 8 epochs instead of the published 2 and 100",
     ),
     Claim(
@@ -125,8 +131,8 @@ CLAIMS = (
                       "ViT, no skip, no layer norm")],
         "both kinds of orthogonal attention are above both ViTs without skips",
         _BELOW,
-        Above([minus(one, other) for one in ("qr", "newton_schulz")
-               for other in ("vit_no_skip", "vit_no_skip_no_norm")]),
+        PositiveDifferences([minus(one, other) for one in ("qr", "newton_schulz")
+                             for other in ("vit_no_skip", "vit_no_skip_no_norm")]),
         also_shown=("vit",),
     ),
     Claim(
@@ -136,7 +142,7 @@ CLAIMS = (
         (),
         "both have a lower accuracy with the constant rate",
         _BELOW,
-        Above([minus(f"{name}_cosine", name) for name in ("vit", "qr")]),
+        PositiveDifferences([minus(f"{name}_cosine", name) for name in ("vit", "qr")]),
         published_statement="the paper states no schedule",
     ),
     Claim(
@@ -145,7 +151,9 @@ CLAIMS = (
         (),
         "the mimetic one copies more letters at the trained length of 16 and at 32",
         _BELOW,
-        Above([minus("mimetic", "default", f"letters_{length}") for length in (16, 32)]),
+        PositiveDifferences(
+            [minus("mimetic", "default", f"letters_{length}") for length in (16, 32)]
+        ),
         published_statement="only curves, in section 3.3 of the thesis",
     ),
     Claim(
@@ -157,7 +165,7 @@ CLAIMS = (
         "leaving out the skip of attention costs more than twice as much accuracy as leaving out "
         "that of the MLP",
         _BELOW,
-        Above([
+        PositiveDifferences([
             minus("no_mlp_skip", "no_attention_skip"),
             Contrast("points lost without the skip of attention - twice those without the MLP's",
                      {"both": -1.0, "no_attention_skip": -1.0, "no_mlp_skip": 2.0}),
@@ -171,7 +179,7 @@ CLAIMS = (
          for init in ("uniform", "covariance")],
         "filters from a covariance have the higher accuracy",
         _BELOW,
-        Above([minus("covariance", "uniform")]),
+        PositiveDifferences([minus("covariance", "uniform")]),
         limits="5 epochs instead of the published 20",
     ),
 )  # fmt: skip

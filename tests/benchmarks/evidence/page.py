@@ -1,7 +1,7 @@
 """Generate pages and figures about our experiments from the stored results of the training runs.
 
 results/tables/evidence.md has a line for each claim. results/tables/evidence_runs.md describes the
-runs. results/figures/evidence_ROW.svg shows the training curves of the experiment ROW, if it was
+runs. results/figures/evidence_NAME.svg shows the training curves of the experiment NAME, if it was
 measured after every epoch.
 """
 
@@ -10,7 +10,7 @@ from statistics import fmean
 
 from ssl_bench.intervals import Interval
 from tests.benchmarks.evidence.claims import CLAIMS
-from tests.benchmarks.evidence.rows import ROWS, patches_of, rate_runs, reported_of, seed_run
+from tests.benchmarks.evidence.rows import EXPERIMENTS, patches_of, rate_runs, reported_of, seed_run
 from tests.benchmarks.evidence.verdicts import (
     Claim,
     Measurement,
@@ -59,10 +59,10 @@ def page(runs: Runs) -> str:
 def _line(claim: Claim, result: Verdict) -> str:
     text = f"{_sentence(claim.comparison)} **{_sentence(claim.statement)}** {claim.refutation}"
     text += f" Limits: {claim.limits}." if claim.limits else ""
-    ours = " / ".join(f"{arm} {value:.2f}" for arm, value in result.ours.items())
+    ours = " / ".join(f"{variant} {value:.2f}" for variant, value in result.ours.items())
     differences = "<br>".join(_difference(one) for one in result.measurements)
     cells = [claim.name, text, claim.published_text(), ours or "-"]
-    cells += [_DIRECTION.get(result.word, result.word), differences or "-"]
+    cells += [_DIRECTION.get(result.outcome, result.outcome), differences or "-"]
     return f"| {' | '.join([*cells, f'{result.hours:.1f}', str(result.seeds)])} |"
 
 
@@ -99,11 +99,14 @@ _CURVES = {
 def runs_page(runs: Runs) -> str:
     """Return the Markdown page that describes the runs."""
     text = _RUNS_BEGINNING + "\n## Over the epochs\n"
-    for row in figures(runs):
-        lines = {arm for panel in curves(row, runs).values() for arm, _ in panel}
-        arms = ", ".join(arm for arm in ROWS[row].arms if arm in lines)
-        text += f"\n![{row}: {arms} over the epochs](../figures/{figure_name(row)})\n"
-    text += "".join(_patch_table(row, runs) for row in ROWS if ROWS[row].starts)
+    for experiment in figures(runs):
+        lines = {variant for panel in curves(experiment, runs).values() for variant, _ in panel}
+        variants = ", ".join(one for one in EXPERIMENTS[experiment].variants if one in lines)
+        file = f"../figures/{figure_name(experiment)}"
+        text += f"\n![{experiment}: {variants} over the epochs]({file})\n"
+    text += "".join(
+        _patch_table(name, runs) for name, one in EXPERIMENTS.items() if one.model_options
+    )
     provenance = sorted({run["provenance"] for run in runs.values()})
     return text + _RATES + _rates(runs) + "".join(f"\n{one}\n" for one in ["## Runs", *provenance])
 
@@ -128,19 +131,21 @@ def _rates(runs: Runs) -> str:
     Each line is about one variant of a training run in one experiment.
     """
     lines = []
-    for name, row in ROWS.items():
-        for arm in row.arms if row.chosen_by and len(row.rates) > 1 else ():
-            scores = [runs[run][row.chosen_by][-1] for run in rate_runs(name, arm)]
+    for name, experiment in EXPERIMENTS.items():
+        for variant in (
+            experiment.variants if experiment.chosen_by and len(experiment.rates) > 1 else ()
+        ):
+            scores = [runs[run][experiment.chosen_by][-1] for run in rate_runs(name, variant)]
             best = scores.index(max(scores))
-            cells = [f"{rate:g}: {s:.2f}" for rate, s in zip(row.rates, scores, strict=True)]
+            cells = [f"{rate:g}: {s:.2f}" for rate, s in zip(experiment.rates, scores, strict=True)]
             cells[best] = f"**{cells[best]}**"
             edge = {0: "lowest", len(scores) - 1: "highest"}.get(best, "")
-            lines.append(f"| {name} | {arm} | {' / '.join(cells)} | {edge} |\n")
+            lines.append(f"| {name} | {variant} | {' / '.join(cells)} | {edge} |\n")
     return "".join(lines)
 
 
 _PATCH_TABLE = """
-## Skipless variants, {row}
+## Skipless variants, {experiment}
 
 The table shows the percentage of patches after each block whose cosine with the mean patch of their
 image is above 0.99. Blocks are counted from 0. The mean cosine over all blocks and the loss of the
@@ -153,23 +158,22 @@ shows a variant that was trained for that many epochs of all images. The others 
 """
 
 
-def _patch_table(row: str, runs: Runs) -> str:
+def _patch_table(experiment: str, runs: Runs) -> str:
     """Return a Markdown table of how similar the patches of an image become, block by block.
 
     A table cell is the percentage of patches whose cosine with the mean patch of their image is
-    above 0.99. There is a line for each variant of the training run that the experiment `row`
-    compares.
+    above 0.99. There is a line for each variant of the training run that the experiment compares.
     """
     lines, blocks = [], range(0)
-    for arm, options in ROWS[row].starts.items():
-        first = first_run(row, arm, runs)
+    for variant, options in EXPERIMENTS[experiment].model_options.items():
+        first = first_run(experiment, variant, runs)
         blocks = range(len(first["merged"]))
-        lines.append(_patch_line(arm, options, first))
-        for name in reported_of(row, [arm]):
-            epochs = f"{arm}, epoch {len(runs[name]['loss'])}"
+        lines.append(_patch_line(variant, options, first))
+        for name in reported_of(experiment, [variant]):
+            epochs = f"{variant}, epoch {len(runs[name]['loss'])}"
             lines.append(_patch_line(epochs, "-", {**runs[name], **runs[patches_of(name)]}))
     heading, rule = " | ".join(map(str, blocks)), "|".join("---:" for _ in blocks)
-    return _PATCH_TABLE.format(row=row, blocks=heading, lines=rule) + "".join(lines)
+    return _PATCH_TABLE.format(experiment=experiment, blocks=heading, lines=rule) + "".join(lines)
 
 
 def _patch_line(name: str, options: str, run: Run) -> str:
@@ -178,24 +182,24 @@ def _patch_line(name: str, options: str, run: Run) -> str:
     return f"| {' | '.join([*cells, *(f'{one:.0f}' for one in run['merged'])])} |\n"
 
 
-def figure_name(row: str) -> str:
-    return f"evidence_{row}.svg"
+def figure_name(experiment: str) -> str:
+    return f"evidence_{experiment}.svg"
 
 
 def figures(runs: Runs) -> list[str]:
     """Return the names of the experiments whose scores can be drawn as curves over epochs."""
-    return [row for row in ROWS if curves(row, runs)]
+    return [experiment for experiment in EXPERIMENTS if curves(experiment, runs)]
 
 
-def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return the training curves of the finished runs in the experiment `row`.
+def curves(experiment: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
+    """Return the training curves of the finished runs in an experiment.
 
     The format is {metric: {(variant of the run, seed): [value after each epoch]}}.
     """
     reported = {
-        (arm, seed): runs.get(seed_run(row, arm, seed), {})
-        for arm in ROWS[row].arms
-        for seed in ROWS[row].seeds
+        (variant, seed): runs.get(seed_run(experiment, variant, seed), {})
+        for variant in EXPERIMENTS[experiment].variants
+        for seed in EXPERIMENTS[experiment].seeds
     }
     panels = {
         metric: {key: run[metric] for key, run in reported.items() if run.get(metric)}
@@ -204,8 +208,8 @@ def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]
     return {metric: lines for metric, lines in panels.items() if lines}
 
 
-def draw(row: str, runs: Runs, file: Path) -> None:
-    """Draw the training curves of the experiment `row`: a chart per metric, and a line per run.
+def draw(experiment: str, runs: Runs, file: Path) -> None:
+    """Draw the training curves of an experiment: a chart per metric, and a line per run.
 
     The same runs always give the same file, byte for byte.
     """
@@ -214,18 +218,20 @@ def draw(row: str, runs: Runs, file: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    panels = curves(row, runs)
-    with mpl.rc_context({"svg.hashsalt": row}):
+    panels = curves(experiment, runs)
+    with mpl.rc_context({"svg.hashsalt": experiment}):
         size = (4.2 * len(panels) + 1.6, 3.4)
         figure, axes = pyplot.subplots(
             1, len(panels), figsize=size, layout="constrained", squeeze=False
         )
         for axis, (metric, lines) in zip(axes[0], panels.items(), strict=True):
-            arms = list(ROWS[row].arms)
-            for (arm, seed), values in lines.items():
-                label = arm if seed == min(s for a, s in lines if a == arm) else f"_{arm}"
+            variants = list(EXPERIMENTS[experiment].variants)
+            for (variant, seed), values in lines.items():
+                label = (
+                    variant if seed == min(s for a, s in lines if a == variant) else f"_{variant}"
+                )
                 epochs = range(1, len(values) + 1)
-                axis.plot(epochs, values, f"C{arms.index(arm)}.-", label=label)
+                axis.plot(epochs, values, f"C{variants.index(variant)}.-", label=label)
             axis.set(xlabel="epoch", ylabel=_CURVES[metric])
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.grid(alpha=0.3)

@@ -8,30 +8,30 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Row:
+class Experiment:
     """An experiment: several variants of a training run that are compared to answer one question.
 
-    The variants ("arms") differ in a few options, such as the optimizer.
+    The variants differ in a few options, such as the optimizer.
 
     Attributes:
-        arms: Names of the variants.
+        variants: Names of the variants.
         chosen_by: Metric on held-out images by which the learning rate of each variant is chosen,
             or "" if the learning rate is the paper's.
         seeds: Seeds of the reported runs. If empty, the runs that try learning rates are reported.
         rates: Learning rates to choose from.
         probed: Whether the trained encoders were also probed and compared with random weights.
-        starts: Model options of each variant, as text for a table. Empty unless the experiment
-            measures how similar the patches of an image become.
+        model_options: Model options of each variant, as text for a table. Empty unless the
+            experiment measures how similar the patches of an image become.
         whole: Variants that were trained with all `seeds`. The remaining variants only have runs
             that try learning rates. None if all variants were trained with all seeds.
     """
 
-    arms: Sequence[str]
+    variants: Sequence[str]
     chosen_by: str
     seeds: Sequence[int]
     rates: Sequence[float] = (2.5e-4, 1e-3, 4e-3)
     probed: bool = False
-    starts: Mapping[str, str] = field(default_factory=dict)
+    model_options: Mapping[str, str] = field(default_factory=dict)
     whole: Sequence[str] | None = None
 
 
@@ -59,60 +59,66 @@ def _with(optimizer: str, *kinds: str) -> list[str]:
 
 
 _KINDS = ("skip", "skipless", "skipless_default")
-ROWS = {
-    "skipless": Row([*_with("adamw", *_KINDS), *_with("soap", *_KINDS)], "top1", seeds=(0, 1)),
-    "skipless_deep": Row(_with("soap", *_KINDS), "top1", seeds=(0,)),
-    "readings": Row([*_with("adamw", *READINGS), *_with("soap", *READINGS)], "top1", seeds=()),
-    "dino": Row(
+EXPERIMENTS = {
+    "skipless": Experiment(
+        [*_with("adamw", *_KINDS), *_with("soap", *_KINDS)], "top1", seeds=(0, 1)
+    ),
+    "skipless_deep": Experiment(_with("soap", *_KINDS), "top1", seeds=(0,)),
+    "readings": Experiment(
+        [*_with("adamw", *READINGS), *_with("soap", *READINGS)], "top1", seeds=()
+    ),
+    "dino": Experiment(
         [*_with("adamw", *_KINDS[:2]), *_with("soap", *_KINDS[:2])], "knn", seeds=(0,),
         rates=(6.25e-5, 2.5e-4, 1e-3), probed=True,
     ),
-    "apart": Row(
+    "apart": Experiment(
         list(_APART), "knn", seeds=(0,), rates=(1e-3,), probed=True, whole=("graying",),
-        starts={name: " ".join([_UNIFORM, *options]) for name, options in _APART.items()},
+        model_options={name: " ".join([_UNIFORM, *options]) for name, options in _APART.items()},
     ),
-    "mimetic": Row(["default", "sinusoidal", "mimetic"], "top1", seeds=range(5)),
-    "osa": Row(
+    "mimetic": Experiment(["default", "sinusoidal", "mimetic"], "top1", seeds=range(5)),
+    "osa": Experiment(
         ["qr", "newton_schulz", "vit", "vit_no_skip", "vit_no_skip_no_norm", "vit_cosine",
          "qr_cosine"],
         "", seeds=(0, 1),
     ),
-    "copying": Row(["mimetic", "default"], "", seeds=range(5)),
-    "one_skip": Row(["both", "no_attention_skip", "no_mlp_skip"], "top1", seeds=(0, 1)),
-    "covariance": Row(["uniform", "covariance"], "top1", seeds=range(5)),
+    "copying": Experiment(["mimetic", "default"], "", seeds=range(5)),
+    "one_skip": Experiment(["both", "no_attention_skip", "no_mlp_skip"], "top1", seeds=(0, 1)),
+    "covariance": Experiment(["uniform", "covariance"], "top1", seeds=range(5)),
 }  # fmt: skip
-"""Rows in the order of the experiments."""
+"""Experiments by name."""
 
 
-def rate_run(row: str, arm: str, rate: float) -> str:
+def rate_run(experiment: str, variant: str, rate: float) -> str:
     """Return the name of the run that tries a learning rate.
 
     Args:
-        row: Name of the experiment.
-        arm: Name of the variant that the run trains.
+        experiment: Name of the experiment.
+        variant: Name of the variant that the run trains.
         rate: The learning rate.
     """
-    return f"{row}-{arm}-rate{rate:g}"
+    return f"{experiment}-{variant}-rate{rate:g}"
 
 
-def rate_runs(row: str, arm: str) -> list[str]:
+def rate_runs(experiment: str, variant: str) -> list[str]:
     """Return the names of the runs from which the learning rate of a variant is chosen.
 
-    The list is empty if the paper's learning rate is used. `row` is the name of the experiment, and
-    `arm` the name of the variant.
+    The list is empty if the paper's learning rate is used. `experiment` is the name of the
+    experiment, and `variant` the name of the variant.
     """
-    return [rate_run(row, arm, rate) for rate in (ROWS[row].rates if ROWS[row].chosen_by else ())]
+    options = EXPERIMENTS[experiment]
+    rates = options.rates if options.chosen_by else ()
+    return [rate_run(experiment, variant, rate) for rate in rates]
 
 
-def seed_run(row: str, arm: str, seed: int) -> str:
+def seed_run(experiment: str, variant: str, seed: int) -> str:
     """Return the name of the run whose score is reported for a seed.
 
     Args:
-        row: Name of the experiment.
-        arm: Name of the variant that the run trains.
+        experiment: Name of the experiment.
+        variant: Name of the variant that the run trains.
         seed: Seed of the run.
     """
-    return f"{row}-{arm}-seed{seed}"
+    return f"{experiment}-{variant}-seed{seed}"
 
 
 def probes_of(run: str) -> str:
@@ -130,25 +136,29 @@ def demo_of(name: str) -> str:
     return f"demo-{name}"
 
 
-def names_of(row: str, arms: Collection[str]) -> list[str]:
+def names_of(experiment: str, variants: Collection[str]) -> list[str]:
     """Return the names of all stored results about some variants of a training run.
 
-    These are results of training runs, of probes and of patch similarities. `row` is the name of
-    the experiment that compares the variants, and `arms` has the names of the variants.
+    These are results of training runs, of probes and of patch similarities. `experiment` is the
+    name of the experiment that compares the variants, and `variants` has the names of the variants.
     """
-    reported = reported_of(row, arms)
-    probes = [probes_of(run) for run in reported] if ROWS[row].probed else []
-    patches = [patches_of(run) for run in reported] if ROWS[row].starts else []
-    chosen = [run for arm in arms for run in rate_runs(row, arm)]
+    reported = reported_of(experiment, variants)
+    probes = [probes_of(run) for run in reported] if EXPERIMENTS[experiment].probed else []
+    patches = [patches_of(run) for run in reported] if EXPERIMENTS[experiment].model_options else []
+    chosen = [run for variant in variants for run in rate_runs(experiment, variant)]
     return [*chosen, *reported, *probes, *patches]
 
 
-def reported_of(row: str, arms: Collection[str]) -> list[str]:
+def reported_of(experiment: str, variants: Collection[str]) -> list[str]:
     """Return the names of the runs whose scores are reported for some training variants.
 
-    Runs that only serve to choose a learning rate are left out. `row` is the name of the
-    experiment, and `arms` has the names of the variants.
+    Runs that only serve to choose a learning rate are left out. `experiment` is the name of the
+    experiment, and `variants` has the names of the variants.
     """
-    trained = ROWS[row].whole
-    named = [arm for arm in arms if trained is None or arm in trained]
-    return [seed_run(row, arm, seed) for arm in named for seed in ROWS[row].seeds]
+    trained = EXPERIMENTS[experiment].whole
+    named = [variant for variant in variants if trained is None or variant in trained]
+    return [
+        seed_run(experiment, variant, seed)
+        for variant in named
+        for seed in EXPERIMENTS[experiment].seeds
+    ]

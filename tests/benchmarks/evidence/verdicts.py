@@ -14,9 +14,16 @@ import numpy as np
 from ssl_bench.intervals import Interval, bootstrap_estimate, mean_estimate
 from ssl_bench.models.loading.addresses import DEMO, DEMO_NAMES
 from ssl_bench.tables.published import load_published_table
-from tests.benchmarks.evidence.rows import ROWS, demo_of, names_of, probes_of, rate_runs, seed_run
+from tests.benchmarks.evidence.rows import (
+    EXPERIMENTS,
+    demo_of,
+    names_of,
+    probes_of,
+    rate_runs,
+    seed_run,
+)
 
-Word = Literal["supported", "refuted", "undecided"]
+Outcome = Literal["supported", "refuted", "undecided"]
 Run = dict[str, Any]
 """The record of a finished run, as JSON values."""
 Runs = Mapping[str, Run]
@@ -40,7 +47,7 @@ class Measurement:
     over_images: Interval | None = None
 
 
-Judgement = tuple[list[Measurement], Word]
+Judgement = tuple[list[Measurement], Outcome]
 
 
 @dataclass(frozen=True)
@@ -48,13 +55,13 @@ class Verdict:
     """The verdict on a claim, and the numbers on which it is based.
 
     Attributes:
-        word: The verdict: "supported", "refuted" or "undecided".
+        outcome: The verdict: "supported", "refuted" or "undecided".
         ours: Mean score over seeds, by the name of the training variant.
         seeds: Number of seeds.
         hours: Core hours of all runs together.
     """
 
-    word: Word
+    outcome: Outcome
     measurements: Sequence[Measurement]
     ours: Mapping[str, float]
     seeds: int
@@ -72,24 +79,26 @@ class Contrast:
     weights: Mapping[str, float]
     metric: str = "top1"
 
-    def measure(self, row: str, runs: Runs) -> Measurement:
-        by_arm = {arm: seeds_of(row, arm, runs, self.metric) for arm in self.weights}
+    def measure(self, experiment: str, runs: Runs) -> Measurement:
+        by_variant = {
+            variant: seeds_of(experiment, variant, runs, self.metric) for variant in self.weights
+        }
         values = [
-            sum(weight * by_arm[arm][seed] for arm, weight in self.weights.items())
-            for seed in range(len(ROWS[row].seeds))
+            sum(weight * by_variant[variant][seed] for variant, weight in self.weights.items())
+            for seed in range(len(EXPERIMENTS[experiment].seeds))
         ]
-        over_images = self._over_images(row, runs)
-        return Measurement(self.text, fmean(values), over_seeds(values), over_images)
+        over_images = self._over_images(experiment, runs)
+        return Measurement(self.text, fmean(values), compute_seed_interval(values), over_images)
 
-    def _over_images(self, row: str, runs: Runs) -> Interval | None:
+    def _over_images(self, experiment: str, runs: Runs) -> Interval | None:
         """Return the bootstrap confidence interval, over images, of this weighted sum of scores.
 
-        Return None if a run lacks per-image results. `row` is the name of the experiment.
+        Return None if a run lacks per-image results. `experiment` is the name of the experiment.
         """
-        total, seeds = 0.0, ROWS[row].seeds
-        for arm, weight in self.weights.items():
+        total, seeds = 0.0, EXPERIMENTS[experiment].seeds
+        for variant, weight in self.weights.items():
             for seed in seeds:
-                hits = runs[seed_run(row, arm, seed)].get("hits")
+                hits = runs[seed_run(experiment, variant, seed)].get("hits")
                 if hits is None or self.metric != "top1":
                     return None
                 bits = np.frombuffer(base64.b64decode(hits["bits"]), np.uint8)
@@ -106,7 +115,7 @@ class Contrast:
 
 
 @dataclass(frozen=True)
-class Above:
+class PositiveDifferences:
     """A rule for claims that some differences of scores are positive.
 
     The claim is supported if the confidence intervals of all differences are above 0. It is refuted
@@ -123,15 +132,15 @@ class Above:
     over: Literal["seeds", "images"] = "seeds"
     zero_refutes: bool = False
 
-    def judge(self, row: str, runs: Runs) -> Judgement:
-        measurements = [one.measure(row, runs) for one in self.contrasts]
+    def judge(self, experiment: str, runs: Runs) -> Judgement:
+        measurements = [one.measure(experiment, runs) for one in self.contrasts]
         over_seeds = self.over == "seeds"
         intervals = [one.over_seeds if over_seeds else one.over_images for one in measurements]
         return measurements, _judge_signs(intervals, zero_refutes=self.zero_refutes)
 
 
 @dataclass(frozen=True)
-class Outside:
+class LowestScore:
     """A rule for claims that one training variant is clearly the worst of its group.
 
     The claim is supported if, in every group, the mean score of the variant `last` is the lowest
@@ -145,24 +154,26 @@ class Outside:
 
     groups: Sequence[tuple[Sequence[str], str, str]]
 
-    def judge(self, row: str, runs: Runs) -> Judgement:
+    def judge(self, experiment: str, runs: Runs) -> Judgement:
         measurements: list[Measurement] = []
-        words: list[Word] = []
+        outcomes: list[Outcome] = []
         for others, near, last in self.groups:
-            measurements += [minus(one, last).measure(row, runs) for one in others]
-            scores = {arm: seeds_of(row, arm, runs, "top1") for arm in (*others, last)}
-            means = {arm: fmean(values) for arm, values in scores.items()}
-            interval = over_seeds(scores[near])
+            measurements += [minus(one, last).measure(experiment, runs) for one in others]
+            scores = {
+                variant: seeds_of(experiment, variant, runs, "top1") for variant in (*others, last)
+            }
+            means = {variant: fmean(values) for variant, values in scores.items()}
+            interval = compute_seed_interval(scores[near])
             measurements.append(Measurement(f"mean of {near}", means[near], interval))
             if means[last] >= min(means[one] for one in others):
-                words.append("refuted")
+                outcomes.append("refuted")
             elif interval is None:
-                words.append("undecided")
+                outcomes.append("undecided")
             else:
-                words.append("refuted" if means[last] >= interval[0] else "supported")
-        if "refuted" in words:
+                outcomes.append("refuted" if means[last] >= interval[0] else "supported")
+        if "refuted" in outcomes:
             return measurements, "refuted"
-        return measurements, "supported" if set(words) == {"supported"} else "undecided"
+        return measurements, "supported" if set(outcomes) == {"supported"} else "undecided"
 
 
 @dataclass(frozen=True)
@@ -178,10 +189,12 @@ class SameBest:
 
     groups: Sequence[Mapping[str, str]]
 
-    def judge(self, row: str, runs: Runs) -> Judgement:
+    def judge(self, experiment: str, runs: Runs) -> Judgement:
         measurements, winners = [], []
         for group in self.groups:
-            scores = {name: best_of_rates(row, arm, runs) for name, arm in group.items()}
+            scores = {
+                name: best_of_rates(experiment, variant, runs) for name, variant in group.items()
+            }
             first, second = sorted(scores, key=lambda name: -scores[name])[:2]
             text = f"{group[first]} - {group[second]}"
             measurements.append(Measurement(text, scores[first] - scores[second]))
@@ -200,12 +213,14 @@ class AboveRandom:
 
     first: int
 
-    def judge(self, row: str, runs: Runs) -> Judgement:
+    def judge(self, experiment: str, runs: Runs) -> Judgement:
         measurements = [
-            Measurement(f"{arm}, block {one['layer']}", one["difference"], over_images=one["ci95"])
-            for arm in ROWS[row].arms
-            for seed in ROWS[row].seeds
-            for one in runs[probes_of(seed_run(row, arm, seed))]["above_random"]
+            Measurement(
+                f"{variant}, block {one['layer']}", one["difference"], over_images=one["ci95"]
+            )
+            for variant in EXPERIMENTS[experiment].variants
+            for seed in EXPERIMENTS[experiment].seeds
+            for one in runs[probes_of(seed_run(experiment, variant, seed))]["above_random"]
             if one["layer"] >= self.first
         ]
         worst = min(
@@ -216,7 +231,7 @@ class AboveRandom:
 
 
 @dataclass(frozen=True)
-class Small:
+class MaxFileSize:
     """A rule for claims that the file of every demo encoder has fewer than `limit` bytes."""
 
     limit: int
@@ -229,7 +244,7 @@ class Small:
 
 
 @dataclass(frozen=True)
-class Apart:
+class DistinctPatches:
     """A rule for claims that the patches of an image stay different in at least one variant.
 
     This variant must also train at least as well as the variant `plain`. If no variant fulfils both
@@ -244,20 +259,20 @@ class Apart:
     plain: str
     merged: float
 
-    def judge(self, row: str, runs: Runs) -> Judgement:
-        able = able_starts(row, self.plain, runs)
-        best = next(iter(able))
-        lost = able[best]["loss"][-1] - able[self.plain]["loss"][-1]
+    def judge(self, experiment: str, runs: Runs) -> Judgement:
+        trainable = find_trainable_runs(experiment, self.plain, runs)
+        best = next(iter(trainable))
+        lost = trainable[best]["loss"][-1] - trainable[self.plain]["loss"][-1]
         text = f"{best}, nearly equal patches in the worst block, %"
         measurements = [
-            Measurement(text, max(able[best]["merged"])),
+            Measurement(text, max(trainable[best]["merged"])),
             Measurement(f"{best} - {self.plain}, loss", lost),
         ]
-        is_kept = any(max(run["merged"]) < self.merged for run in able.values())
+        is_kept = any(max(run["merged"]) < self.merged for run in trainable.values())
         return measurements, "supported" if is_kept else "refuted"
 
 
-Rule = Above | Outside | SameBest | AboveRandom | Small | Apart
+Rule = PositiveDifferences | LowestScore | SameBest | AboveRandom | MaxFileSize | DistinctPatches
 
 
 @dataclass(frozen=True)
@@ -266,7 +281,7 @@ class Claim:
 
     Attributes:
         name: Name of the claim. It ends in a letter if an experiment tests several claims.
-        row: Name of the experiment.
+        experiment: Name of the experiment.
         comparison: What is compared, as a phrase.
         published: Table, row and column of each value that papers state.
         statement: The claim, as a clause.
@@ -278,7 +293,7 @@ class Claim:
     """
 
     name: str
-    row: str
+    experiment: str
     comparison: str
     published: Sequence[tuple[str, str, str]]
     statement: str
@@ -302,13 +317,16 @@ class Claim:
             f"{' / '.join(values)} ({'; '.join(sources)})" if tables else self.published_statement
         )
 
-    def arms(self) -> list[str]:
+    def variants(self) -> list[str]:
         """Return the names of the training variants that the page shows for this claim."""
-        arms = list(ROWS[self.row].arms)
-        if not isinstance(self.rule, Above):
-            return arms
-        named = {*self.also_shown, *(arm for one in self.rule.contrasts for arm in one.weights)}
-        return [arm for arm in arms if arm in named]
+        variants = list(EXPERIMENTS[self.experiment].variants)
+        if not isinstance(self.rule, PositiveDifferences):
+            return variants
+        named = {
+            *self.also_shown,
+            *(variant for one in self.rule.contrasts for variant in one.weights),
+        }
+        return [variant for variant in variants if variant in named]
 
 
 def minus(one: str, other: str, metric: str = "top1") -> Contrast:
@@ -319,46 +337,48 @@ def minus(one: str, other: str, metric: str = "top1") -> Contrast:
 
 def verdict(claim: Claim, runs: Runs) -> Verdict:
     """Compute the verdict on a claim. All runs of its experiment must be finished."""
-    row, arms, rule = claim.row, claim.arms(), claim.rule
-    measurements, word = rule.judge(row, runs)
-    if isinstance(rule, Small):
-        # The sizes are in megabytes. Another claim of the row counts the runs and their hours.
+    experiment, variants, rule = claim.experiment, claim.variants(), claim.rule
+    measurements, outcome = rule.judge(experiment, runs)
+    if isinstance(rule, MaxFileSize):
+        # The sizes are in megabytes. Another claim of the experiment counts runs and their hours.
         return Verdict(
-            word, measurements, {n: size / 1e6 for n, size in rule.sizes(runs).items()}, 1, 0.0
+            outcome, measurements, {n: size / 1e6 for n, size in rule.sizes(runs).items()}, 1, 0.0
         )
-    names, seeds = names_of(row, arms), len(ROWS[row].seeds) or 1
-    if isinstance(rule, Apart):
+    names, seeds = names_of(experiment, variants), len(EXPERIMENTS[experiment].seeds) or 1
+    if isinstance(rule, DistinctPatches):
         # Only the first runs of these variants are compared.
-        names, seeds = [name for arm in arms for name in rate_runs(row, arm)], 1
-        ours = {arm: fmean(first_run(row, arm, runs)["cosine"]) for arm in arms}
-    elif not ROWS[row].seeds:
-        ours = {arm: best_of_rates(row, arm, runs) for arm in arms}
+        names, seeds = [name for variant in variants for name in rate_runs(experiment, variant)], 1
+        ours = {
+            variant: fmean(first_run(experiment, variant, runs)["cosine"]) for variant in variants
+        }
+    elif not EXPERIMENTS[experiment].seeds:
+        ours = {variant: best_of_rates(experiment, variant, runs) for variant in variants}
     else:
         metrics = ["top1", "loss"]
-        if isinstance(rule, Above):
+        if isinstance(rule, PositiveDifferences):
             metrics = list(dict.fromkeys(one.metric for one in rule.contrasts))
         ours = {
-            arm if metric == "top1" else f"{arm}, {metric}": fmean(scores)
-            for arm in arms
+            variant if metric == "top1" else f"{variant}, {metric}": fmean(scores)
+            for variant in variants
             for metric in metrics
-            if (scores := seeds_of(row, arm, runs, metric))
+            if (scores := seeds_of(experiment, variant, runs, metric))
         }
     return Verdict(
-        word, measurements, ours, seeds, hours=sum(runs[name]["hours"] for name in names)
+        outcome, measurements, ours, seeds, hours=sum(runs[name]["hours"] for name in names)
     )
 
 
-def seeds_of(row: str, arm: str, runs: Runs, metric: str) -> list[float]:
+def seeds_of(experiment: str, variant: str, runs: Runs, metric: str) -> list[float]:
     """Return one final score for each seed with which a variant was trained.
 
-    Runs without this metric are left out. `row` is the name of the experiment, and `arm` the name
-    of the variant.
+    Runs without this metric are left out. `experiment` is the name of the experiment, and `variant`
+    the name of the variant.
     """
-    reported = [runs[seed_run(row, arm, seed)] for seed in ROWS[row].seeds]
+    reported = [runs[seed_run(experiment, variant, seed)] for seed in EXPERIMENTS[experiment].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
 
-def over_seeds(values: Sequence[float]) -> Interval | None:
+def compute_seed_interval(values: Sequence[float]) -> Interval | None:
     """Return the 95 % Student t interval of the mean, given one score for each seed.
 
     For a single seed, return None.
@@ -367,7 +387,7 @@ def over_seeds(values: Sequence[float]) -> Interval | None:
     return None if np.isnan(margin) else (fmean(values) - margin, fmean(values) + margin)
 
 
-def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) -> Word:
+def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) -> Outcome:
     known = [one for one in intervals if one is not None]
     if any(high < 0 or (zero_refutes and low <= 0) for low, high in known):
         return "refuted"
@@ -375,36 +395,41 @@ def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) ->
     return "supported" if are_above else "undecided"
 
 
-def best_of_rates(row: str, arm: str, runs: Runs) -> float:
+def best_of_rates(experiment: str, variant: str, runs: Runs) -> float:
     """Return the highest score that a variant reaches on held-out images with any learning rate.
 
     Args:
-        row: Name of the experiment.
-        arm: Name of the variant of the training run.
+        experiment: Name of the experiment.
+        variant: Name of the variant of the training run.
         runs: Finished runs by name.
     """
-    return max(runs[name][ROWS[row].chosen_by][-1] for name in rate_runs(row, arm))
+    return max(
+        runs[name][EXPERIMENTS[experiment].chosen_by][-1] for name in rate_runs(experiment, variant)
+    )
 
 
-def first_run(row: str, arm: str, runs: Runs) -> Run:
+def first_run(experiment: str, variant: str, runs: Runs) -> Run:
     """Return the run that tries a learning rate, for a variant with only one such run.
 
     Args:
-        row: Name of the experiment.
-        arm: Name of the variant.
+        experiment: Name of the experiment.
+        variant: Name of the variant.
         runs: Finished runs by name.
     """
-    (name,) = rate_runs(row, arm)
+    (name,) = rate_runs(experiment, variant)
     return runs[name]
 
 
-def able_starts(row: str, plain: str, runs: Runs) -> dict[str, Run]:
+def find_trainable_runs(experiment: str, plain: str, runs: Runs) -> dict[str, Run]:
     """Return the runs whose last loss is at most that of the variant `plain`.
 
-    Each variant in the experiment `row` must have tried exactly one learning rate. The runs are
-    sorted by the mean cosine between a patch and the mean patch of its image, lowest first.
+    Each variant in the experiment must have tried exactly one learning rate. The runs are sorted by
+    the mean cosine between a patch and the mean patch of its image, lowest first.
     """
-    first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
+    first = {
+        variant: first_run(experiment, variant, runs)
+        for variant in EXPERIMENTS[experiment].variants
+    }
     bound = first[plain]["loss"][-1]
-    able = {arm: run for arm, run in first.items() if run["loss"][-1] <= bound}
-    return dict(sorted(able.items(), key=lambda one: fmean(one[1]["cosine"])))
+    trainable = {variant: run for variant, run in first.items() if run["loss"][-1] <= bound}
+    return dict(sorted(trainable.items(), key=lambda one: fmean(one[1]["cosine"])))

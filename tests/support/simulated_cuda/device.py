@@ -55,7 +55,7 @@ def _place_of_storage(storage: Any) -> Place:
     return Place.HOST if storage is None else getattr(storage, "place", Place.HOST)
 
 
-def put(tensor: Tensor, place: Place) -> Tensor:
+def record_place(tensor: Tensor, place: Place) -> Tensor:
     """Record that a tensor, with all tensors that share its storage, is in the memory `place`."""
     storage = storage_of(tensor)
     if storage is not None:
@@ -135,7 +135,7 @@ class Ledger:
     pinned_uploads: Counter[str] = field(default_factory=Counter)
     pending_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
-    def wait(self, what: str, times: int = 1) -> None:
+    def count_wait(self, what: str, times: int = 1) -> None:
         """Count `times` waits of the host for the device. A wait completes all pending copies.
 
         `what` is the name of the operation that waits.
@@ -157,7 +157,7 @@ class Ledger:
             target.copy_(source)
         self.pending_copies.clear()
 
-    def upload(self, what: str, *, pinned: bool, waits: bool) -> None:
+    def count_upload(self, what: str, *, pinned: bool, waits: bool) -> None:
         """Increase the count of copies to the device by one.
 
         Non-blocking copies from pinned memory have a separate count.
@@ -277,7 +277,7 @@ def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
     """
     if source is Place.DEVICE and target is not Place.DEVICE:
         if not non_blocking:
-            LEDGER.wait("copy to the host")
+            LEDGER.count_wait("copy to the host")
         elif target is not Place.PINNED:
             raise SimulatedDeviceError(
                 f"non_blocking copy to memory that is not pinned, read before it is there, at "
@@ -285,7 +285,7 @@ def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
             )
     elif source is not Place.DEVICE and target is Place.DEVICE:
         pinned = source is Place.PINNED
-        LEDGER.upload("copy to the device", pinned=pinned, waits=not non_blocking)
+        LEDGER.count_upload("copy to the device", pinned=pinned, waits=not non_blocking)
 
 
 def refuse_float64(tensor: Tensor, dtype: torch.dtype | None, place: Place) -> None:
@@ -329,8 +329,8 @@ def move(
         return result
     if result.requires_grad:
         # The gradient must be in the place of the original tensor.
-        result.register_hook(lambda gradient: put(gradient.clone(), before))
-    return put(result, after)
+        result.register_hook(lambda gradient: record_place(gradient.clone(), before))
+    return record_place(result, after)
 
 
 _ON_DEVICE = (Place.DEVICE, Place.UNDECIDED)
@@ -413,12 +413,12 @@ def _check(
     name = function._schema.name
     for tensor, place in zip(given, places, strict=True):
         if place is Place.UNDECIDED:
-            put(tensor, Place.DEVICE)
+            record_place(tensor, Place.DEVICE)
     if KIND[0] == "cuda" and not has_kernel(function):
         raise SimulatedDeviceError(f"{name} has no CUDA kernel, at {call_site()}")
     knows_size = name == "aten::repeat_interleave" and options.get("output_size") is not None
     if name in WAITS and not knows_size:
-        LEDGER.wait(name.removeprefix("aten::"), WAITS[name])
+        LEDGER.count_wait(name.removeprefix("aten::"), WAITS[name])
     indices = [i for i in args[1] if i is not None] if name in INDEXING else []
     _check_indices(args, indices)
     if all(place in _ON_DEVICE for place in places):
@@ -450,9 +450,9 @@ def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
                     f"(cpu), at {call_site()}"
                 )
         elif not is_here:
-            LEDGER.upload("an index of the host", pinned=False, waits=True)
+            LEDGER.count_upload("an index of the host", pinned=False, waits=True)
         elif index.dtype in (torch.bool, torch.uint8) and not _fills_one_value(args):
-            LEDGER.wait("index with a mask")
+            LEDGER.count_wait("index with a mask")
 
 
 def _fills_one_value(args: Sequence[Any]) -> bool:
@@ -508,7 +508,7 @@ def _place_results(result: Any, sources: Sequence[Any], places: Sequence[Place])
             continue
         place = _place_of_new(places)
         refuse_float64(tensor, None, place)
-        put(tensor, place)
+        record_place(tensor, place)
 
 
 def _place_of_new(sources: Sequence[Place]) -> Place:
@@ -567,7 +567,7 @@ def _create(func: Callable, args: Arguments, options: Options, place: Place) -> 
     if isinstance(result, Tensor):
         refuse_float64(result, None, place)
     if isinstance(result, Tensor) and (pinned or options.get("device") is not None):
-        put(result, Place.PINNED if pinned else place)
+        record_place(result, Place.PINNED if pinned else place)
     return result
 
 
@@ -580,7 +580,7 @@ def _upload_values(args: Arguments, options: Options, place: Place) -> Any:
     if args and isinstance(args[0], Tensor):
         return move(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))
     if place is Place.DEVICE:
-        LEDGER.upload("values of Python", pinned=False, waits=True)
+        LEDGER.count_upload("values of Python", pinned=False, waits=True)
     return None
 
 
@@ -631,7 +631,7 @@ def _numpy(func: Callable, args: Arguments, options: Options) -> Any:
 
 def _tolist(func: Callable, args: Arguments, options: Options) -> Any:
     if is_on_device(args[0]):
-        LEDGER.wait("values read one by one")
+        LEDGER.count_wait("values read one by one")
     # The operator would be counted once per value, but a device makes a single copy.
     return _without_dispatch(func, args, options)
 
@@ -647,11 +647,15 @@ def _pin(func: Callable, args: Arguments, options: Options) -> Tensor:
         raise RuntimeError(
             "cannot pin a tensor of the device, only dense CPU tensors can be pinned"
         )
-    return args[0] if place_of(args[0]) is Place.PINNED else put(args[0].clone(), Place.PINNED)
+    return (
+        args[0]
+        if place_of(args[0]) is Place.PINNED
+        else record_place(args[0].clone(), Place.PINNED)
+    )
 
 
 def _deepcopy(func: Callable, args: Arguments, options: Options) -> Tensor:
-    return put(func(*args, **options), place_of(args[0]))
+    return record_place(func(*args, **options), place_of(args[0]))
 
 
 def _draw(func: Callable, args: Arguments, options: Options) -> Tensor:
@@ -665,7 +669,7 @@ def _one_hot(func: Callable, args: Arguments, options: Options) -> Tensor:
     if classes < 0:
         return func(*args, **options)
     # On the host, the function also reads values, but not on a device.
-    return put(_without_dispatch(func, args, options), place_of(args[0]))
+    return record_place(_without_dispatch(func, args, options), place_of(args[0]))
 
 
 def _backward(func: Callable, args: Arguments, options: Options) -> None:

@@ -20,7 +20,7 @@ from tests.support.simulated_cuda.device import (
     Place,
     TorchFunctions,
     names_device,
-    put,
+    record_place,
     tensors_in,
 )
 
@@ -55,7 +55,7 @@ class Stream:
     """
 
     def synchronize(self) -> None:
-        LEDGER.wait("Stream.synchronize")
+        LEDGER.count_wait("Stream.synchronize")
 
     def is_capturing(self) -> bool:
         return False
@@ -90,7 +90,7 @@ CUDA: dict[str, Any] = {
     "get_device_properties": lambda *_: _PROPERTIES,
     "get_device_capability": lambda *_: (9, 0),
     "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
-    "synchronize": lambda *_: LEDGER.wait("torch.cuda.synchronize"),
+    "synchronize": lambda *_: LEDGER.count_wait("torch.cuda.synchronize"),
     "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
     "current_stream": lambda *_: Stream(),
     "Event": CudaEvent,
@@ -180,7 +180,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     group = "_group_tensors_by_device_and_dtype"
     yield torch._C, group, patched_grouping(getattr(torch._C, group))
     yield torch.nn.Module, "compile", lambda *_, **__: None
-    yield augmentation, "_compiled_jitter", lambda: augmentation.jitter_all
+    yield augmentation, "_compiled_jitter", lambda: augmentation.apply_one_jitter
     # Without Triton, pixel losses use the same operators as on a CPU.
     yield losses, "find_spec", lambda _: None
     yield threading.Thread, "run", patched_run(threading.Thread.run)
@@ -192,7 +192,7 @@ def patched_load(load: Callable[..., Any]) -> Callable[..., Any]:
             return load(file, map_location=map_location, **options)
         content = load(file, map_location="cpu", **options)
         for tensor in tensors_in(content):
-            put(tensor, Place.DEVICE)
+            record_place(tensor, Place.DEVICE)
         return content
 
     return loaded

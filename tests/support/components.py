@@ -5,7 +5,7 @@ from typing import Any
 from ssl_bench.composition.compose import TARGET, instantiate
 
 
-def configured(kind: type, **values: Any) -> Any:
+def build_component(kind: type, **values: Any) -> Any:
     """Build a component of the class `kind`, and check the values as the command line does."""
     address = f"{kind.__module__}.{kind.__qualname__}"
     return instantiate({TARGET: address, **values}, "probe")
