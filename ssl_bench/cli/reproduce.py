@@ -616,7 +616,9 @@ def _format_sizes(dataset_names: Sequence[str]) -> str:
 
     Unknown sizes are shown as "?".
     """
-    sizes = {name: DATASET_INFOS[name].size / 1e9 for name in dataset_names if name in DATASET_INFOS}
+    sizes = {
+        name: DATASET_INFOS[name].size / 1e9 for name in dataset_names if name in DATASET_INFOS
+    }
     sizes |= {name: size for name, size in TRAINING_GB.items() if name in dataset_names}
     words = [
         f"{name} {sizes[name]:.3g} GB" if sizes.get(name) or name in TRAINING_GB else f"{name} ?"
