@@ -53,7 +53,7 @@ class ObjectDiscovery(TokenCut):
     method: Literal["maskcut", "lost"] = "maskcut"
 
     task = "discovery"
-    further_protocols = ()
+    secondary_protocols = ()
     metrics_of_sets = (COCO,)
     # Version 2 computes `ap_coco` with pycocotools.
     metric_version = 2
@@ -80,7 +80,7 @@ class ObjectDiscovery(TokenCut):
         """
         return min(self.max_objects, MOST_DETECTIONS) if self.method == "maskcut" else 1
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return list(product(layers, self.facets, METRICS))
 
     def settings(self) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class Geometry(Probe):
     # Version 2 adds the constant of the paper to LiDAR.
     metric_version = 2
     role = "images"
-    takes_long = True
+    is_slow = True
     known_facets = ("cls", "patch_mean", *INNER_FACETS)
     excluded_from_identity = (*Probe.excluded_from_identity, "batch_size")
 
@@ -151,11 +151,11 @@ class Geometry(Probe):
                     f"probe.{name} expects the smaller number first, got [{low},{high}]"
                 )
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = [*product(self.facets, IMAGE_METRICS), *product(["token"], TOKEN_METRICS)]
         return [(layer, facet, metric) for layer in sorted(layers) for facet, metric in metrics]
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         return dataset.images()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
@@ -168,7 +168,7 @@ class Geometry(Probe):
         Raises:
             UnfitEncoder: `facet` includes "cls", and the encoder has no [CLS] token.
         """
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         subsets = draw_subsets(self, len(images), context.seed)
         journal = self._views_journal(context, images, subsets["views"])
         # Views come first, because they take most of the time.

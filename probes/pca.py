@@ -126,10 +126,10 @@ class PCA(Probe):
                 hint=("probe.background=keep",),
             )
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(layer, self.scored_facet, "explained_variance") for layer in layers]
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         return dataset.images()
 
     def settings(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class PCA(Probe):
         object.__setattr__(probe, "_default_size", default_size)
         return probe
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
@@ -185,7 +185,7 @@ class PCA(Probe):
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Draw the PCA maps, and yield the percentage of variance that three components explain."""
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         numbers = sample_indices(images.ids, self.panels)
         if len(numbers) < len(images):
             line = f"pca: only {len(numbers)} of {len(images)} images are projected"

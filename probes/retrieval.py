@@ -113,7 +113,7 @@ class Retrieval(Probe):
 
     task = "retrieval"
     role = "segmentation"
-    keeps_images = True
+    has_per_image_values = True
     shares_features = True
     metrics_of_sets = (MATCHED,)
     excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib", "engine")
@@ -135,7 +135,7 @@ class Retrieval(Probe):
         """
         return self.protocol == "hbird"
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = (*METRICS, MATCHED) if self.has_matched_metric else METRICS
         return [(layer, self.scored_facet, m) for layer in sorted(layers) for m in metrics]
 
@@ -149,7 +149,7 @@ class Retrieval(Probe):
             ConfigurationError: The memory of training patches has fewer patches than `neighbours`.
             DataError: No training patch has a labelled pixel.
         """
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         training_pass = self._training_pass(context)
         patches = self._draw_patches(training_pass, context.seed)
         bytes_per_layer = 4 * len(patches) * training_pass.extractor.width(training_pass.facet)

@@ -206,7 +206,7 @@ class Segmentation(Probe):
 
     task = "segmentation"
     role = "segmentation"
-    keeps_images = True
+    has_per_image_values = True
     shares_features = True
     # The components are excluded, because `settings` includes their own settings.
     excluded_from_identity = (
@@ -244,7 +244,7 @@ class Segmentation(Probe):
         """
         return group_layers(layers, self.layers_mode)
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = ["miou_holdout"] if self.holdout else []
         metrics += ["miou_oracle", "pixel_accuracy"]
         sources = self.sources(layers)
@@ -259,7 +259,7 @@ class Segmentation(Probe):
             settings |= getattr(self, name).settings()
         return settings
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         shown = [source[-1] for source in self.sources(layers)]
@@ -309,7 +309,7 @@ class SegmentationRun:
         self.split = TrainingSplit.draw(
             images, max_images=probe.train_images, holdout=probe.holdout, seed=context.seed
         )
-        self.scored_images = probe.split(context.dataset)
+        self.scored_images = probe.scored_images(context.dataset)
         self.sources = probe.sources(context.layers)
         layers = sorted({layer for source in self.sources for layer in source})
         patch = encoder.patch_size

@@ -51,8 +51,18 @@ SIZE_FIELDS = ("image_size", "longer_side", "max_side", "squash")
 _NEW_NAMES = {
     "not_settings": "excluded_from_identity",
     "shown_to": "with_native_size",
-    "fitted_to_images": "adapt_to_images",
+    "fitted_to_images": "adapt_to_dataset",
+    "adapt_to_images": "adapt_to_dataset",
     "rounds_size": "resize",
+    "cells": "list_score_keys",
+    "split": "scored_images",
+    "pictures": "list_figures",
+    "serves": "can_precompute_for",
+    "keeps_images": "has_per_image_values",
+    "further_protocols": "secondary_protocols",
+    "takes_long": "is_slow",
+    "require_fitting": "check_encoder",
+    "settings_without_cost": "excluded_from_timing",
     **dict.fromkeys(("protocols_by_role", "truths_by_role", "max_sides_by_role"), "settings_for"),
 }
 """New names of renamed attributes of `Probe`, by their old names."""
@@ -238,18 +248,18 @@ class Probe:
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
         image_size: Side in pixels of the square images that the encoder receives. None for the
             encoder's native size. A probe whose images are not such squares overrides `resize`.
-        keeps_images: Whether each score contains the values of single images, in
+        has_per_image_values: Whether each score contains the values of single images, in
             `Score.per_image`.
         shares_features: Whether this probe resizes and encodes images in the same way as other
             probes of its role. If so, one command encodes each image only once for all of them.
         reuses_results: Whether this probe reuses stored results of single images, even if they come
             from an earlier run on another set of images.
-        settings_without_cost: Settings that hardly affect the time of a run. Runs that differ in
+        excluded_from_timing: Settings that hardly affect the time of a run. Runs that differ in
             them are used to estimate the time of each other.
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores have
             no `per_image`.
-        further_protocols: Secondary protocols (presets), which `--task all` runs in addition.
-        takes_long: Whether the probe is slow. `--task all` runs slow probes last.
+        secondary_protocols: Secondary protocols (presets), which `--task all` runs in addition.
+        is_slow: Whether the probe is slow. `--task all` runs slow probes last.
         excluded_from_identity: Fields that are not part of the settings that identify a result.
             Such fields do not affect results, or a record stores them in another column. To exclude
             one more field, write `(*Probe.excluded_from_identity, "batch_size")`. If you add a
@@ -264,13 +274,13 @@ class Probe:
     facet: Any = None
     known_facets: Any = ()
     image_size: Any = None
-    keeps_images: ClassVar[bool] = False
+    has_per_image_values: ClassVar[bool] = False
     shares_features: ClassVar[bool] = False
     reuses_results: ClassVar[bool] = False
-    settings_without_cost: ClassVar[Collection[str]] = ()
+    excluded_from_timing: ClassVar[Collection[str]] = ()
     metrics_of_sets: ClassVar[Collection[str]] = ()
-    further_protocols: ClassVar[Sequence[str]] = ()
-    takes_long: ClassVar[bool] = False
+    secondary_protocols: ClassVar[Sequence[str]] = ()
+    is_slow: ClassVar[bool] = False
     excluded_from_identity: ClassVar[Sequence[str]] = (
         "protocol",
         "facet",
@@ -304,7 +314,7 @@ class Probe:
         del roles
         return {}
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         """Return each combination (layer, facet, metric) for which `run` computes a score.
 
         A facet is a kind of feature, such as "key" or "token".
@@ -336,14 +346,14 @@ class Probe:
         """
         return self.facets[0]
 
-    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
+    def check_encoder(self, encoder: Encoder | EncoderIdentity) -> None:
         """Raise UnfitEncoder if the probe cannot score the blocks of an encoder."""
         if not encoder.has_cls and {"cls", "cls_patch_mean"}.intersection(self.facets):
             raise UnfitEncoder(
                 f"{encoder.name} has no [CLS] token", hint=("probe.facet=patch_mean",)
             )
 
-    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
+    def adapt_to_dataset(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
         """Return a copy of the probe whose default settings are adapted to the dataset.
 
         By default, the probe is returned unchanged.
@@ -381,7 +391,7 @@ class Probe:
         own: Any = self
         return self if self.image_size is None else replace(own, image_size=side)
 
-    def serves(self, other: "Probe") -> bool:
+    def can_precompute_for(self, other: "Probe") -> bool:
         """Return whether this probe can also compute the encoder outputs that another probe needs.
 
         If so, and if both probes run on the same blocks, the other probe is listed in
@@ -394,7 +404,7 @@ class Probe:
         del other
         return False
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         """Return the images of a dataset that the probe scores."""
         return dataset.val()
 
@@ -408,7 +418,7 @@ class Probe:
         own: Any = self
         return {n: v for n, v in asdict(own).items() if n not in self.excluded_from_identity}
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         """Return the path of each figure that `run` draws, with the layers that the figure shows.
@@ -430,7 +440,7 @@ def display_name(probe: Probe) -> str:
     The second word is the name of the protocol, a preset of settings. It is left out unless the
     protocol is a secondary one, which `--task all` runs in addition.
     """
-    is_secondary = probe.protocol in probe.further_protocols
+    is_secondary = probe.protocol in probe.secondary_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
 
 
@@ -482,8 +492,8 @@ class Evaluation:
             One record (stored result) for each requested result, whether it is old or new.
         """
         probe, dataset = self.probe, CachedDataset(self.dataset)
-        probe.require_fitting(self.encoder)
-        images = probe.split(dataset)
+        probe.check_encoder(self.encoder)
+        images = probe.scored_images(dataset)
         # Image files may change during the run, so they are hashed only once, at the start.
         keys, plan = self._plan(probe, dataset, store, overwrite=overwrite)
         self._log_plan(plan, keys, images, store, say)
@@ -498,7 +508,7 @@ class Evaluation:
                     probes.append(other)
             folders = [figures_folder(store, one.task, images, self.encoder) for one in probes]
             for one, folder in zip(probes, folders, strict=True):
-                if one.pictures(plan.layers, images, self.seed):
+                if one.list_figures(plan.layers, images, self.seed):
                     mark_as_output(folder)
             features = self._select_features(features, images, keys[0])
             training = probe.training_images(dataset)
@@ -537,7 +547,7 @@ class Evaluation:
     def _plan(
         self, probe: Probe, dataset: Dataset, store: ResultStore, *, overwrite: bool
     ) -> tuple[list[ResultKey], "WorkPlan"]:
-        images = probe.split(dataset)
+        images = probe.scored_images(dataset)
         keys = result_keys(
             probe,
             images,
@@ -710,7 +720,7 @@ def find_pending(
         record = store.load(key)
         if record is None:
             continue
-        with_images = probe.keeps_images and key.metric not in probe.metrics_of_sets
+        with_images = probe.has_per_image_values and key.metric not in probe.metrics_of_sets
         # An undefined score may have no per-image values.
         is_percentage = record.unit == "%" and not math.isnan(record.value)
         if not (with_images and is_percentage) or store.has_per_image(key):
@@ -745,7 +755,7 @@ def _list_figures(
     figures: dict[str, tuple[int, ...]] = {}
     for stage in stages.values():
         layers = _distinct_layers(stage)
-        for name, shown in probe.pictures(layers, images, keys[0].seed).items():
+        for name, shown in probe.list_figures(layers, images, keys[0].seed).items():
             figures[name] = (*figures.get(name, ()), *shown)
     return figures
 
@@ -800,7 +810,7 @@ def result_keys(
             metric_version=probe.metric_version,
             pipeline_version=versions.PIPELINE_VERSION,
         )
-        for layer, facet, metric in probe.cells(layers)
+        for layer, facet, metric in probe.list_score_keys(layers)
     ]
 
 
@@ -819,7 +829,7 @@ def result_settings(
         allow_overlap: Whether scored images may also be training images. If not, such images raise
             a DataError.
     """
-    training, scored = probe.training_images(dataset), probe.split(dataset)
+    training, scored = probe.training_images(dataset), probe.scored_images(dataset)
     corrupted, unreadable = corruption_settings(scored), unreadable_ids(dataset)
     shared = count_shared_files(training, scored, allowed=allow_overlap) if training else 0
     return {

@@ -96,7 +96,8 @@ class PlannedProbe:
             DataError: A split is incomplete, or scored images are also training images although
                 `allow_overlap` is False.
         """
-        scored, training = self.probe.split(self.dataset), self.probe.training_images(self.dataset)
+        scored = self.probe.scored_images(self.dataset)
+        training = self.probe.training_images(self.dataset)
         if training is not None:
             count_shared_files(training, scored, allowed=self.allow_overlap)
 
@@ -110,12 +111,12 @@ class PlannedProbe:
             ConfigurationError: The encoder does not accept an image size that the user set.
             UnfitEncoder: The probe cannot score this encoder.
         """
-        probe: Any = self.probe.adapt_to_images(self.dataset, self.chosen_fields)
+        probe: Any = self.probe.adapt_to_dataset(self.dataset, self.chosen_fields)
         facets = [probe.facet] if isinstance(probe.facet, str) else list(probe.facet or ())
         available = list(dict.fromkeys(encoder.fallback_facets.get(name, name) for name in facets))
         if available != facets and "facet" not in self.chosen_fields:
             probe = replace(probe, facet=available[0] if len(available) == 1 else available)
-        probe.require_fitting(encoder)
+        probe.check_encoder(encoder)
         return fit_size(probe, encoder, self.chosen_fields)
 
     def find_served_probes(
@@ -124,7 +125,7 @@ class PlannedProbe:
         """Return the later probes that can reuse encoder outputs of this probe.
 
         These are the probes with the same dataset, precision and seed as this probe, for which the
-        method `Probe.serves` of this probe returns True.
+        method `Probe.can_precompute_for` of this probe returns True.
 
         Args:
             later: Planned probes that run after this one.
@@ -133,7 +134,7 @@ class PlannedProbe:
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
         for other in later:
             has_same_inputs = (other.dataset, other.dtype, other.seed) == inputs
-            if has_same_inputs and self.probe.serves(other.probe):
+            if has_same_inputs and self.probe.can_precompute_for(other.probe):
                 # If a later probe does not fit, the error is reported when that probe runs.
                 with suppress(ConfigurationError):
                     probes.append(other.fit_to(encoder))
@@ -157,7 +158,7 @@ class PlannedProbe:
         the user or the dataset has already set.
         """
         plan: list[PlannedProbe] = []
-        for name in self.probe.further_protocols:
+        for name in self.probe.secondary_protocols:
             if self.chosen_fields.isdisjoint(load_protocol_file(self.probe, name)):
                 overrides = (*self.overrides, f"{_PROTOCOL}={name}")
                 config = probing_config(*self.choice, overrides, self.root)
@@ -214,12 +215,12 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
             say(f"{override} is ignored by {', '.join(ignoring)}")
     if request.all_tasks:
         plan = [one for planned in plan for one in (planned, *planned.plan_secondary_protocols())]
-        if slow := sorted({planned.probe.task for planned in plan if planned.probe.takes_long}):
+        if slow := sorted({planned.probe.task for planned in plan if planned.probe.is_slow}):
             say(f"slow tasks run last: {', '.join(slow)}")
 
     def order(planned: PlannedProbe) -> tuple[int, bool, str]:
         dataset = request.datasets.index(planned.choice[1])
-        return dataset, planned.probe.takes_long, planned.probe.role
+        return dataset, planned.probe.is_slow, planned.probe.role
 
     return sorted(plan, key=order)
 

@@ -173,7 +173,7 @@ def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
     probe, dataset = planned.probe, planned.dataset
     settings = result_settings(probe, dataset, planned.dtype, allow_overlap=planned.allow_overlap)
     own = probe.settings()
-    return probe.split(dataset), {k: value for k, value in settings.items() if k not in own}
+    return probe.scored_images(dataset), {k: value for k, value in settings.items() if k not in own}
 
 
 def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
@@ -202,9 +202,10 @@ def _split_layers(
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
     shares = [layers[start:end] for start, end in pairwise(ends)]
-    if {cell for share in shares for cell in probe.cells(share)} != {*probe.cells(layers)}:
+    separate = {key for share in shares for key in probe.list_score_keys(share)}
+    if separate != {*probe.list_score_keys(layers)}:
         return [layers]
-    figures = probe.pictures(layers, images, planned.seed) if count > 1 else {}
+    figures = probe.list_figures(layers, images, planned.seed) if count > 1 else {}
     if any(len(shown) > 1 for shown in figures.values()):
         line = f"{display_name(probe)} runs as one job, because a figure shows several blocks"
         # Other probes, such as PCA maps, score their figures, so they must draw them.

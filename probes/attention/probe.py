@@ -87,7 +87,7 @@ class Attention(Probe):
     num_workers: Threads = 4
 
     task = "attention"
-    keeps_images = True
+    has_per_image_values = True
     # `truth` is excluded, because scores with both kinds of true masks are comparable.
     excluded_from_identity = (*Probe.excluded_from_identity, "truth", "panels")
 
@@ -97,7 +97,7 @@ class Attention(Probe):
             return {"truth": "object"}
         return {} if "segmentation" in roles else {"truth": "none"}
 
-    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Attention":
+    def adapt_to_dataset(self, dataset: Dataset, typed: Collection[str]) -> "Attention":
         """Return a copy with `truth="none"` if class 0 of the dataset is not called background.
 
         If the probe does not use class masks, or if the user has set `truth`, return the probe
@@ -112,7 +112,7 @@ class Attention(Probe):
     def role(self) -> str:
         return {"classes": "segmentation", "object": "saliency", "none": "images"}[self.truth]
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = (ENTROPY,) if self.truth == "none" else (*METRICS, ENTROPY)
         return [(layer, FACET, metric) for layer in layers for metric in metrics]
 
@@ -126,10 +126,10 @@ class Attention(Probe):
         unset = {name for name in SIZE_FIELDS if settings.get(name) is None}
         return {name: value for name, value in settings.items() if name not in unset}
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         return dataset.images() if self.truth == "none" else dataset.val()
 
-    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
+    def check_encoder(self, encoder: Encoder | EncoderIdentity) -> None:
         if not encoder.has_cls:
             raise UnfitEncoder(
                 f"{encoder.name} has no [CLS] token, but this probe draws the attention of [CLS]",
@@ -159,7 +159,7 @@ class Attention(Probe):
         """Return the name of the folder for figures. It contains `image_size`, if that is set."""
         return self.protocol if self.image_size is None else f"{self.protocol}-{self.image_size}px"
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
@@ -178,7 +178,7 @@ class Attention(Probe):
             DataError: An image has no mask to score with.
             CheckpointError: The encoder returns NaN for an image.
         """
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         drawn_ids = set(sample_ids(images.ids, self.panels)) if self.panels else set()
         numbers: Sequence[int] = range(len(images))
         if self.truth == "none" and self.panels:

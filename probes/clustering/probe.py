@@ -144,7 +144,7 @@ class Clustering(Probe):
             return METRICS
         return PATCH_METRICS if factor == 1 else (*PATCH_METRICS, MAJORITY)
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [
             (layer, facet, metric_name(metric, factor))
             for layer in sorted(layers)
@@ -170,9 +170,9 @@ class Clustering(Probe):
             DataError: No scored image has a labelled pixel.
         """
         if self.protocol == "patches":
-            yield from self._score_patches(context, self.split(context.dataset))
+            yield from self._score_patches(context, self.scored_images(context.dataset))
         else:
-            yield from self._score_images(context, self.split(context.dataset))
+            yield from self._score_images(context, self.scored_images(context.dataset))
 
     def _require_at_most(self, most: int, classes: int, items: str, advice: str) -> None:
         """Raise a ConfigurationError if there would be more clusters than items to cluster.

@@ -116,8 +116,8 @@ class Tracking(Probe):
     task = "tracking"
     role = "tracking"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
-    keeps_images = True
-    takes_long = True
+    has_per_image_values = True
+    is_slow = True
     excluded_from_identity = (
         *Probe.excluded_from_identity,
         "truth",
@@ -126,7 +126,7 @@ class Tracking(Probe):
         "batch_size",
     )
 
-    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Tracking":
+    def adapt_to_dataset(self, dataset: Dataset, typed: Collection[str]) -> "Tracking":
         """Return a copy with `truth="none"` if the first video has no mask that can be scored.
 
         The masks of the first and the last frame are never scored. The probe is returned unchanged
@@ -140,7 +140,7 @@ class Tracking(Probe):
         has_masks = any(frame.mask is not None for frame in scored)
         return self if has_masks else replace(self, truth="none")
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = (*PERCENTAGES, *DECAYS, AREA) if self.truth == "masks" else (AREA,)
         return list(itertools.product(layers, self.facets, metrics))
 
@@ -169,7 +169,7 @@ class Tracking(Probe):
         longer = max(short, int(longer // multiple) * multiple)
         return (short, longer) if width >= height else (longer, short)
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
@@ -207,7 +207,7 @@ class Tracking(Probe):
             DataError: A frame cannot be read, or a video has no mask to score.
             CheckpointError: Features are not finite.
         """
-        videos = self.split(context.dataset)
+        videos = self.scored_images(context.dataset)
         extractor = context.extractor(context.layers, *self.facets)
         drawn = set(sample_ids(videos.ids, self.panels))
         results: dict[LayerFacet, list[VideoResult]] = {}

@@ -261,7 +261,7 @@ def test_a_command_refuses_attention_without_softmax(tmp_path, monkeypatch, caps
 
 def test_an_encoder_without_cls_is_refused_before_images_are_read(encoder_without_cls):
     with pytest.raises(UnfitEncoder) as caught:
-        Attention().require_fitting(encoder_without_cls)
+        Attention().check_encoder(encoder_without_cls)
     assert caught.value.hint == ("--task", "pca")
 
 
@@ -421,9 +421,9 @@ def test_class_0_is_background_only_if_it_is_called_so(tmp_path):
     stuff = ImageMaskFolders(root, class_names=["wall", *more[1:], "background"])
     objects = ImageMaskFolders(root, class_names=["background", *more])
 
-    assert Attention().adapt_to_images(stuff, ()).truth == "none"
-    assert Attention().adapt_to_images(stuff, ("truth",)).truth == "classes"
-    assert Attention().adapt_to_images(objects, ()).truth == "classes"
+    assert Attention().adapt_to_dataset(stuff, ()).truth == "none"
+    assert Attention().adapt_to_dataset(stuff, ("truth",)).truth == "classes"
+    assert Attention().adapt_to_dataset(objects, ()).truth == "classes"
     with pytest.raises(DataError) as caught:
         Attention()._object_mask(Sample("x", np.zeros((8, 8, 3), np.uint8)))
     assert caught.value.hint == ("probe.truth=none",)

@@ -76,7 +76,7 @@ def test_larger_alphas_score_higher_and_figure_names_state_the_warp(photographs,
     (folder,) = (store.root / "pictures/correspondence/folder").iterdir()
     drawn = {p.relative_to(folder).as_posix() for p in folder.rglob("*.png")}
     probe = Correspondence(**{**WARPS, **options})
-    assert drawn == probe.pictures((0, 2), photographs.images(), 0).keys()
+    assert drawn == probe.list_figures((0, 2), photographs.images(), 0).keys()
     assert len(drawn) == 4
     assert all("warp=flip" in name and name.endswith(".png.png") for name in drawn)
 

@@ -252,7 +252,7 @@ def test_a_run_encodes_images_once_and_can_be_resumed(tmp_path):
     scores = list(probe.run(context(tmp_path, Pictures(boxes), (0, 2), encoder)))
     again = list(probe.run(context(tmp_path, Pictures(boxes), (0, 2), encoder)))
 
-    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells([0, 2])
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.list_score_keys([0, 2])
     assert {s.metric for s in scores} == set(METRICS)
     # Images "a" and "c" have the same shape.
     assert len(calls) == 2

@@ -335,7 +335,7 @@ def test_descriptors_are_averaged_over_scales_for_each_view(toy, encoder, tmp_pa
     def encode(scales: list[float], batch_size: int = 16) -> Any:
         probe = Instances(scales=scales, batch_size=batch_size, **options)
         context = context_of(encoder, toy, (1,), tmp_path)
-        return probe._encode(context, probe.split(toy))[0][1, "cls"]
+        return probe._encode(context, probe.scored_images(toy))[0][1, "cls"]
 
     scales = [1.0, 0.7071, 0.5]
     single, batched = (encode(scales, batch_size) for batch_size in (1, 16))
@@ -370,10 +370,10 @@ def test_a_published_dataset_gets_its_protocol(toy):
     }
     for name, expected in names.items():
         dataset = SameImages(toy.val(), name=name)
-        probe = Instances().adapt_to_images(dataset, ())
+        probe = Instances().adapt_to_dataset(dataset, ())
         assert (probe.protocol, probe.image_size, probe.max_side, probe.top) == expected
-        assert Instances().adapt_to_images(dataset, ("protocol",)) == Instances()
-    probe = Instances(top=5).adapt_to_images(SameImages(toy.val(), name="copydays"), ("top",))
+        assert Instances().adapt_to_dataset(dataset, ("protocol",)) == Instances()
+    probe = Instances(top=5).adapt_to_dataset(SameImages(toy.val(), name="copydays"), ("top",))
     assert (probe.top, probe.facet) == (5, "cls_gem")
 
 
@@ -390,10 +390,10 @@ def test_images_and_encoders_that_cannot_be_scored_are_refused(toy, encoder, tmp
     assert no_copy.value.hint[0] == "probe.jpeg_qualities=[30,5]"
     for facet, hint in (("cls", "probe.facet=patch_mean"), ("cls_gem", "probe.facet=gem")):
         with pytest.raises(UnfitEncoder) as no_cls:
-            Instances(facet=facet).require_fitting(replace(encoder, num_prefix_tokens=0))
+            Instances(facet=facet).check_encoder(replace(encoder, num_prefix_tokens=0))
         assert no_cls.value.hint == (hint,)
     with pytest.raises(UnfitEncoder) as one_size:
-        Instances(scales=[1.0, 0.5]).require_fitting(replace(encoder, any_size=False))
+        Instances(scales=[1.0, 0.5]).check_encoder(replace(encoder, any_size=False))
     assert one_size.value.hint == ("probe.scales=[1.0]",)
     for options in ({"facet": "key"}, {"scales": []}, {"scales": [2.0]}, {"jpeg_qualities": [0]}):
         with pytest.raises(ConfigurationError):

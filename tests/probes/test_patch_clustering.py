@@ -119,7 +119,7 @@ def test_all_metrics_need_one_pass_and_have_a_baseline(tmp_path):
     assert set(counter.passes.values()) == {1}
     apart = replace(probe, memory_gib=1e-6).run(probe_context(tmp_path))
     assert [score.value for score in apart] == [score.value for score in scores]
-    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.list_score_keys(context.layers)
     by_metric = {s.metric: s for s in scores if s.layer == 3}
     assert by_metric["miou_majority_x2"].value >= by_metric["miou_matched_x2"].value
     assert by_metric["purity_x2"].value > 95

@@ -165,7 +165,7 @@ def test_the_annotations_of_a_dataset_decide_what_is_scored(dataset, truth, metr
     for probe in (planned.probe, adaptive.probe):
         assert isinstance(probe, TokenCut)
         assert probe.truth == truth
-        assert [metric for _, _, metric in probe.cells([2])] == metrics
+        assert [metric for _, _, metric in probe.list_score_keys([2])] == metrics
     largest = 640 if dataset == "folder" else None
     assert planned.probe.settings() == TokenCut(max_side=largest).settings()
     assert adaptive.probe.settings()["tau"] == "otsu"
