@@ -43,7 +43,7 @@ from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.features import central_square
-from ssl_bench.intervals import Share
+from ssl_bench.intervals import Proportion
 from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import Normalization
 from ssl_bench.neighbours import LabelledFeatures, knn_ranks
@@ -312,8 +312,8 @@ class Evaluator(PeriodicEvaluation):
             device = describe_device(next(self.learner.parameters()).device)
             record = key.record(
                 depth=encoder.depth,
-                value=Share(hits).value,
-                ci95=Share(hits).ci95(),
+                value=Proportion(hits).value,
+                ci95=Proportion(hits).ci95(),
                 num_images=len(hits),
                 model=encoder.name,
                 per_image_kind="hits",
@@ -382,7 +382,7 @@ class Evaluator(PeriodicEvaluation):
         def crop(index: int) -> tuple[UInt8[Tensor, "3 _ _"], int]:
             sample = images[index]
             assert sample.label is not None
-            return central_square(sample.image, size, share=crop_share), sample.label
+            return central_square(sample.image, size, crop_share=crop_share), sample.label
 
         outputs, labels = [], []
         with (

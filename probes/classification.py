@@ -431,7 +431,7 @@ class LinearClassification(Probe):
         extractor, size = training_pass.extractor, training_pass.image_size
 
         def crop(sample: Sample) -> UInt8[Tensor, "3 size size"]:
-            return central_square(sample.image, size, share=self.crop_share)
+            return central_square(sample.image, size, crop_share=self.crop_share)
 
         squares = read_ahead(images, range(len(images)), crop, workers=self.num_workers)
         squares = training_pass.context.progress(squares, f"{images.split} images", len(images))

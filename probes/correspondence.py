@@ -492,7 +492,7 @@ def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence
     kind of warp and the number of points.
     """
     generator = image_generator(seed, sample.image_id)
-    view = central_square(sample.image, size, share=1.0)
+    view = central_square(sample.image, size, crop_share=1.0)
     matrix = sample_warp(probe.warp, size, probe.strength, generator)
     points = sample_points(matrix, size, probe.num_points, generator)
     target = warp_image(np.ascontiguousarray(view.permute(1, 2, 0).numpy()), matrix)

@@ -166,7 +166,7 @@ class Geometry(Probe):
         central squares again.
 
         Raises:
-            UnfitEncoder: `facet` includes "cls", and the encoder has no [CLS] token.
+            UnsupportedEncoderError: `facet` includes "cls", and the encoder has no [CLS] token.
         """
         images = self.scored_images(context.dataset)
         subsets = draw_subsets(self, len(images), context.seed)
@@ -271,7 +271,7 @@ class Geometry(Probe):
         side, order = self._side(context), [index for part in _PARTS for index in subsets[part]]
 
         def crop(sample: Sample) -> UInt8[Tensor, "3 side side"]:
-            return central_square(sample.image, side, share=self.crop_share)
+            return central_square(sample.image, side, crop_share=self.crop_share)
 
         samples = read_ahead(images, order, crop, workers=self.num_workers)
         progress = iter(context.progress(samples, "geometry", len(order)))

@@ -101,13 +101,14 @@ class KNN(Probe):
         )
         return {name: value for name, value in super().settings().items() if name not in unused}
 
-    def adapt_to_dataset(self, dataset: Dataset, typed: Collection[str]) -> Probe:
+    def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> Probe:
         """Return a copy without default values of `neighbours` that are too large for the dataset.
 
-        A value is too large if it exceeds the number of training images. `typed` contains the names
-        of the settings that the user has set. If it contains "neighbours", no value is removed.
+        A value is too large if it exceeds the number of training images. `chosen_fields` contains
+        the names of the settings that the user has set. If it contains "neighbours", no value is
+        removed.
         """
-        if "neighbours" in typed or self.shots is not None:
+        if "neighbours" in chosen_fields or self.shots is not None:
             return self
         images = len(self.training_images(dataset))
         neighbours = self._limit_neighbours(min(images, self.train_images or images))

@@ -31,10 +31,10 @@ from ssl_bench.features import Resize
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.system.files import (
-    encoder_folder_prefix,
     expand_path,
     figure_file_name,
     file_name,
+    model_file_name,
     open_regular,
     write_atomically,
 )
@@ -676,7 +676,7 @@ def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
         files = sorted(artifacts.parent.glob(f"*{dash}{digest}/{pattern}/{REFERENCE_FILE}"))
         encoders = {file.parent: file.parent.parent.name for file in files}
         known += encoders.values()
-        prefix = encoder_folder_prefix(checkpoint)
+        prefix = model_file_name(checkpoint)
         folders = [f for f, name in encoders.items() if name.rsplit("-", 2)[0] == prefix]
         folders = folders or [f for f, name in encoders.items() if name.startswith(checkpoint)]
         if len(folders) == 1:

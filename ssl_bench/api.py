@@ -221,7 +221,7 @@ def probe(
             layers=request.layers,
             device=used_device,
             overwrite=request.overwrite,
-            skip_unfit=request.all_tasks and len(plan) > 1,
+            skip_unsupported=request.all_tasks and len(plan) > 1,
         )
         return Results(tuple(records))
 

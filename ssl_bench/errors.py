@@ -100,7 +100,7 @@ class CheckpointError(SslBenchError, ValueError):
     exit_code = 4
 
 
-class UnfitEncoder(ConfigurationError, CheckpointError):
+class UnsupportedEncoderError(ConfigurationError, CheckpointError):
     """Raised if an encoder lacks an output that a probe needs, such as a [CLS] token.
 
     Other probes may support the encoder.

@@ -29,7 +29,7 @@ from ssl_bench.data.files.readable import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import CachedDataset
-from ssl_bench.errors import ConfigurationError, UnfitEncoder, with_hint
+from ssl_bench.errors import ConfigurationError, UnsupportedEncoderError, with_hint
 from ssl_bench.features import FeatureExtractor, Resize
 from ssl_bench.intervals import interval_contains
 from ssl_bench.layers import Facet, FacetSpec, parse_facets
@@ -39,7 +39,12 @@ from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, PerImageKi
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.shared_features import SharedExtractor, SharedFeatures
 from ssl_bench.system.device import describe_device, peak_memory
-from ssl_bench.system.files import encoder_folder, figures_folder_name, file_name, mark_as_output
+from ssl_bench.system.files import (
+    figures_folder_name,
+    figures_folder_prefix,
+    file_name,
+    mark_as_output,
+)
 from ssl_bench.system.output import format_duration, say, show_progress
 from ssl_bench.system.process import provenance_fields
 
@@ -74,8 +79,8 @@ Progress = Callable[..., Iterable[Any]]
 class FeatureCache(UserDict[Any, Any]):
     """Cache of features of the current encoder and images, shared by consecutive probes.
 
-    Call `select` before each probe to free memory. The key of an entry must contain every setting
-    that affects its features, such as the precision.
+    Call `evict_unusable` before each probe to free memory. The key of an entry must contain every
+    setting that affects its features, such as the precision.
 
     Attributes:
         started_files: Files with intermediate results that earlier probes of this command have
@@ -90,7 +95,7 @@ class FeatureCache(UserDict[Any, Any]):
         self._corruption: str | None = None
         self._used: set[Any] = set()
 
-    def select(
+    def evict_unusable(
         self, encoder: Encoder, role: str, images: str, corruption: str | None = None
     ) -> None:
         """Drop cached features that the next probe cannot use, to free memory.
@@ -347,22 +352,23 @@ class Probe:
         return self.facets[0]
 
     def check_encoder(self, encoder: Encoder | EncoderIdentity) -> None:
-        """Raise UnfitEncoder if the probe cannot score the blocks of an encoder."""
+        """Raise UnsupportedEncoderError if the probe cannot score the blocks of an encoder."""
         if not encoder.has_cls and {"cls", "cls_patch_mean"}.intersection(self.facets):
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{encoder.name} has no [CLS] token", hint=("probe.facet=patch_mean",)
             )
 
-    def adapt_to_dataset(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
+    def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> "Probe":
         """Return a copy of the probe whose default settings are adapted to the dataset.
 
         By default, the probe is returned unchanged.
 
         Args:
             dataset: Dataset that the probe runs on.
-            typed: Names of the fields that the user set. A subclass must not change these fields.
+            chosen_fields: Names of the fields that the user set. A subclass must not change these
+                fields.
         """
-        del dataset, typed
+        del dataset, chosen_fields
         return self
 
     @property
@@ -449,7 +455,7 @@ class Evaluation:
     """Evaluation of selected layers of one encoder, with one probe on one dataset.
 
     Attributes:
-        probe: The probe, adapted to the encoder and the dataset by `PlannedProbe.fit_to`.
+        probe: The probe, adapted to the encoder and the dataset by `PlannedProbe.adapt_to`.
         allow_overlap: Whether scored images may also be training images.
         changed: Settings that differ from the probe's protocol, a preset of settings. They are
             stored in the records. If None, they are derived from `probe`.
@@ -474,8 +480,8 @@ class Evaluation:
         say: Callable[[str], None],
         overwrite: bool = False,
         features: FeatureCache | None = None,
-        share: bool = False,
-        later: Sequence[Probe] = (),
+        keep_features: bool = False,
+        later_probes: Sequence[Probe] = (),
     ) -> list[Record]:
         """Compute the results that are missing from the store, and save each result immediately.
 
@@ -484,9 +490,10 @@ class Evaluation:
             say: Function that prints a message for the user.
             overwrite: Compute finished results again.
             features: Cache of features. The run reads from the cache and adds new features to it.
-            share: Whether a later probe encodes the same images in the same way. If so, the
+            keep_features: Whether a later probe encodes the same images in the same way. If so, the
                 features of these images are kept in the cache, if there is enough memory.
-            later: Probes that run next on the same dataset and can use encoder outputs of this run.
+            later_probes: Probes that run next on the same dataset and can use encoder outputs of
+                this run.
 
         Returns:
             One record (stored result) for each requested result, whether it is old or new.
@@ -502,7 +509,7 @@ class Evaluation:
         records = dict(plan.finished)
         if plan.layers:
             probes = [probe]
-            for other in later:
+            for other in later_probes:
                 _, other_plan = self._plan(other, dataset, store, overwrite=overwrite)
                 if other_plan.layers == plan.layers:
                     probes.append(other)
@@ -527,7 +534,9 @@ class Evaluation:
                 say=cache(say),
                 known=list(plan.finished.values()),
                 features=features,
-                shared=self._select_shared(features, images, num_images, share=share),
+                shared=self._select_shared(
+                    features, images, num_images, keep_features=keep_features
+                ),
                 later=list(zip(probes[1:], folders[1:], strict=True)),
             )
             by_score = {(key.layer, key.facet, key.metric): key for key in keys}
@@ -567,11 +576,11 @@ class Evaluation:
         corruption = find_corruption(images)
         fingerprint = key.settings[CORRUPTED]["fingerprint"] if corruption else images.fingerprint()
         name = str(corruption) if corruption else None
-        features.select(self.encoder, self.probe.role, fingerprint, name)
+        features.evict_unusable(self.encoder, self.probe.role, fingerprint, name)
         return features
 
     def _select_shared(
-        self, features: FeatureCache, images: ImageSet, num_images: int, *, share: bool
+        self, features: FeatureCache, images: ImageSet, num_images: int, *, keep_features: bool
     ) -> SharedFeatures | None:
         """Return the image features that this probe shares with other probes of the command.
 
@@ -582,15 +591,15 @@ class Evaluation:
             features: Cache that contains the shared features. They are created if needed.
             images: The scored images.
             num_images: Number of images that the probe encodes, including training images.
-            share: Whether a later probe encodes the same images in the same way.
+            keep_features: Whether a later probe encodes the same images in the same way.
         """
         # Each corruption gives other images, so their features would fill the memory.
         if not self.probe.shares_features or find_corruption(images) is not None:
             return None
-        if share:
+        if keep_features:
             features.setdefault(SharedFeatures, SharedFeatures(num_images))
         if (shared := features.get(SharedFeatures)) is not None:
-            shared.keeps_new = share
+            shared.keeps_new = keep_features
         return shared
 
     def _log_plan(
@@ -767,8 +776,8 @@ def _distinct_layers(keys: Sequence[ResultKey]) -> tuple[int, ...]:
 def figures_folder(
     store: ResultStore, task: str, images: ImageSet, encoder: Encoder | EncoderIdentity
 ) -> Path:
-    beginning = encoder_folder(encoder.name, encoder_id(encoder.identity()))
-    folder = figures_folder_name(beginning, images.fingerprint())
+    prefix = figures_folder_prefix(encoder.name, encoder_id(encoder.identity()))
+    folder = figures_folder_name(prefix, images.fingerprint())
     return store.root / "pictures" / task / file_name(images.name) / folder
 
 
@@ -853,7 +862,9 @@ def unreadable_ids(dataset: Dataset) -> dict[str, list[str]]:
     return original.unreadable_ids() if isinstance(original, ReadableDataset) else {}
 
 
-def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
+def adapt_image_size(
+    probe: Any, encoder: Encoder | EncoderIdentity, chosen_fields: Collection[str]
+) -> Any:
     """Return a copy of a probe with an image size that the encoder accepts.
 
     If the encoder accepts only one size, the probe uses this size. Otherwise, an `image_size` that
@@ -864,19 +875,19 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
         probe: The probe.
         encoder: The encoder. If its blocks have different strides, the largest stride counts as the
             patch size. The image size thus does not depend on which blocks are scored.
-        typed: Names of the fields that the user set.
+        chosen_fields: Names of the fields that the user set.
 
     Raises:
         ConfigurationError: The encoder does not accept a size that the user set.
-        UnfitEncoder: The encoder accepts only one size, and this size is not square.
+        UnsupportedEncoderError: The encoder accepts only one size, and this size is not square.
     """
     if not encoder.any_size:
-        return _set_only_size(probe, encoder, typed)
+        return _set_only_size(probe, encoder, chosen_fields)
     probe = probe.with_native_size(encoder.native_size)
     size, patch = probe.image_size, max(encoder.architecture.get("strides") or [encoder.patch_size])
     if size is None or size % patch == 0:
         return probe
-    if "image_size" in typed:
+    if "image_size" in chosen_fields:
         lower = max(1, size // patch) * patch
         raise ConfigurationError(
             f"probe.image_size must be a multiple of {patch}, the patch size of {encoder.name}, "
@@ -889,16 +900,22 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
     return replace(probe, image_size=max(1, round(size / patch)) * patch)
 
 
-def _set_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
+def _set_only_size(
+    probe: Any, encoder: Encoder | EncoderIdentity, chosen_fields: Collection[str]
+) -> Any:
     height, width = encoder.native_size
     if height != width:
-        raise UnfitEncoder(
+        raise UnsupportedEncoderError(
             f"{encoder.name} only accepts images of {height} x {width} pixels, but {probe.task} "
             "uses square images"
         )
     for name in SIZE_FIELDS:
         # `max_side` has no effect on square images.
-        if name in typed and name != "max_side" and getattr(probe, name) not in (None, height):
+        if (
+            name in chosen_fields
+            and name != "max_side"
+            and getattr(probe, name) not in (None, height)
+        ):
             raise ConfigurationError(
                 f"{encoder.name} only accepts images of {height} x {width} pixels, got "
                 f"probe.{name}={getattr(probe, name)}. Leave out probe.{name}"

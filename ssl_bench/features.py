@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ssl_bench.errors import (
     CheckpointError,
     ConfigurationError,
-    UnfitEncoder,
+    UnsupportedEncoderError,
     escape_braces,
     join_alternatives,
 )
@@ -133,7 +133,7 @@ class FeatureExtractor:
         for tap in self._taps:
             width = features[tap.layer][tap.facet].shape[-1]
             if widths.setdefault(tap.facet, width) != width:
-                raise UnfitEncoder(
+                raise UnsupportedEncoderError(
                     f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer}, but "
                     f"{widths[tap.facet]} in an earlier block. Choose blocks of "
                     "equal width"
@@ -166,7 +166,8 @@ class FeatureExtractor:
             ConfigurationError: `pad` is False, and the height or width of the images is not a
                 multiple of the patch size.
             CheckpointError: Features are not finite.
-            UnfitEncoder: The encoder does not compute a facet, or does not accept the image size.
+            UnsupportedEncoderError: The encoder does not compute a facet, or does not accept the
+                image size.
         """
         features, sums = self.extract_unchecked(images)
         self.require_finite(to_host([sums])[0], ids)
@@ -295,12 +296,12 @@ class FeatureExtractor:
         for layer, features in captured.items():
             missing = [facet for facet in self.facets if facet not in features]
             if never_called := [facet for facet in missing if facet not in _QKV_PARTS]:
-                raise UnfitEncoder(
+                raise UnsupportedEncoderError(
                     f"{self.encoder.name} never calls {', '.join(never_called)} of block {layer} "
                     "in a forward pass, so there is no output. Choose another facet"
                 )
             if missing:
-                raise UnfitEncoder(
+                raise UnsupportedEncoderError(
                     f"block {layer} of {self.encoder.name} has no qkv layer that computes "
                     f"{', '.join(missing)}",
                     hint=_TOKENS,
@@ -345,7 +346,7 @@ class FeatureExtractor:
         """
         if not self.encoder.any_size and (height, width) != self.encoder.native_size:
             rows, cols = self.encoder.native_size
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{self.encoder.name} only accepts images of {rows} x {cols} pixels, "
                 f"got {height} x {width}"
             )
@@ -424,7 +425,7 @@ class FeatureExtractor:
         (features, grid, batch), output = destination, arguments[-1]
         tokens = self.encoder.num_prefix_tokens + grid[0] * grid[1]
         if output.shape[:2] != (batch, tokens):
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"block {layer} of {self.encoder.name} computes queries, keys and values in "
                 "windows or before pooling, expected them for every token that the block returns",
                 hint=_TOKENS,
@@ -442,7 +443,7 @@ class FeatureExtractor:
         *arguments: Any,
     ) -> None:
         if module in called:
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{self.encoder.name} calls {tap.name} more than once in a forward pass, "
                 "expected one call. Choose another facet"
             )
@@ -451,7 +452,7 @@ class FeatureExtractor:
             return
         value = arguments[-1] if tap.side == "output" else next(iter(arguments[0]), None)
         if not isinstance(value, Tensor):
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{tap.name} of {self.encoder.name} returns a {type(value).__name__}, expected "
                 "one tensor. Choose another facet"
             )
@@ -459,7 +460,7 @@ class FeatureExtractor:
         possible = _find_layouts(value.shape, batch, grid, self.encoder.num_prefix_tokens)
         layout = self._layouts.get((tap.layer, tap.facet), next(iter(possible), None))
         if layout is None or layout not in possible:
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{tap.facet} of block {tap.layer} of {self.encoder.name} has the shape "
                 f"{tuple(value.shape)} for {batch} images of {grid[0]} x {grid[1]} patches, "
                 "expected tokens (batch, tokens, channels) or a map of patches"
@@ -500,16 +501,16 @@ def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
             f"got {', '.join(unknown) or 'none'}"
         )
     if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
-        raise UnfitEncoder(f"{encoder.name} has no [CLS] token", hint=_TOKENS)
+        raise UnsupportedEncoderError(f"{encoder.name} has no [CLS] token", hint=_TOKENS)
     if REGISTERS in facets and not encoder.num_registers:
-        raise UnfitEncoder(f"{encoder.name} has no registers", hint=_TOKENS)
+        raise UnsupportedEncoderError(f"{encoder.name} has no registers", hint=_TOKENS)
     last = encoder.width(encoder.depth - 1)
     narrow = [layer for layer in layers if encoder.width(layer) != last]
     has_norm = not isinstance(encoder.module.get_submodule("norm"), nn.Identity)
     if narrow and has_norm and {"token_normed", "cls_normed"} & set(facets):
         wide = [str(layer) for layer in range(encoder.depth) if encoder.width(layer) == last]
         block_list = ",".join(wide)
-        raise UnfitEncoder(
+        raise UnsupportedEncoderError(
             f"block {narrow[0]} of {encoder.name} has width {encoder.width(narrow[0])}, but the "
             f"final norm has width {last}",
             hint=("--layer", block_list, "or", "--facet", "token"),
@@ -556,7 +557,7 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
     """Return the position in a block at which a facet (kind of feature) is captured.
 
     Raises:
-        UnfitEncoder: The block does not have this facet.
+        UnsupportedEncoderError: The block does not have this facet.
     """
     block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
     parts = dict(block.named_modules())
@@ -568,7 +569,7 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
             while parent not in parts:
                 parent = parent.rpartition(".")[0]
             where = f"blocks.{layer}.{parent}".rstrip(".")
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{encoder.name} has no submodule blocks.{layer}.{path} (submodules of {where}: "
                 f"{_list_children(list(parts), parent)})",
                 hint=join_alternatives(
@@ -578,7 +579,7 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
         return _Tap(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
     modules, side = _find_modules(parts, facet)
     if not modules:
-        raise UnfitEncoder(
+        raise UnsupportedEncoderError(
             f"block {layer} of {encoder.name} has no {facet} (its submodules: "
             f"{_list_children(list(parts), '')})",
             hint=("probe.facet=blocks.*.{name}", "or", "probe.facet=token"),
@@ -720,7 +721,7 @@ def pad_to_patch(
 
 
 def central_square(
-    image: UInt8[np.ndarray, "height width 3"], size: int, *, share: float
+    image: UInt8[np.ndarray, "height width 3"], size: int, *, crop_share: float
 ) -> UInt8[Tensor, "3 {size} {size}"]:
     """Resize an image by bicubic interpolation with antialiasing, and crop the central square.
 
@@ -730,10 +731,11 @@ def central_square(
     Args:
         image: RGB image with values from 0 to 255.
         size: Side of the output in pixels.
-        share: Ratio of the square's side to the shorter side of the image, in (0, 1]. For example,
-            if `share` is 0.875 and `size` is 224, the shorter side is resized to 256 pixels.
+        crop_share: Ratio of the square's side to the shorter side of the image, in (0, 1]. For
+            example, if `crop_share` is 0.875 and `size` is 224, the shorter side is resized to 256
+            pixels.
     """
-    sides, short = image.shape[:2], max(size, round(size / share))
+    sides, short = image.shape[:2], max(size, round(size / crop_share))
     scaled = [short * side // min(sides) for side in sides]
     first = [round((side - size) / 2) for side in scaled]
     # With `box`, the filter reads pixels outside of the square, as if the whole image were resized.

@@ -47,7 +47,7 @@ from ssl_bench.errors import (
     escape_braces,
     join_alternatives,
 )
-from ssl_bench.evaluation import SIZE_FIELDS, Evaluation, FeatureCache, Probe, fit_size
+from ssl_bench.evaluation import SIZE_FIELDS, Evaluation, FeatureCache, Probe, adapt_image_size
 from ssl_bench.layers import select_layers
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.request import BATCH_SIZES, ProbeRequest, probing_config
@@ -66,7 +66,8 @@ class PlannedProbe:
     Attributes:
         probe: The probe, not yet adapted to an encoder.
         dataset: The dataset, whose files have not been read yet.
-        choice: Name of the task, such as "knn", and name of the dataset, such as "voc2012".
+        task_and_dataset: Name of the task, such as "knn", and name of the dataset, such as
+            "voc2012".
         overrides: KEY=VALUE settings that apply to this probe and this dataset.
         root: Folder of the dataset.
         allow_overlap: Whether scored images may also be training images.
@@ -78,7 +79,7 @@ class PlannedProbe:
     dataset: Dataset
     seed: int
     dtype: DType
-    choice: _Pair
+    task_and_dataset: _Pair
     overrides: tuple[str, ...]
     root: str | None
     allow_overlap: bool
@@ -101,7 +102,7 @@ class PlannedProbe:
         if training is not None:
             count_shared_files(training, scored, allowed=self.allow_overlap)
 
-    def fit_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
+    def adapt_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
         """Return a copy of the probe that is adapted to the encoder and the dataset.
 
         For example, its image size becomes a multiple of the patch size, and facets (kinds of
@@ -109,7 +110,7 @@ class PlannedProbe:
 
         Raises:
             ConfigurationError: The encoder does not accept an image size that the user set.
-            UnfitEncoder: The probe cannot score this encoder.
+            UnsupportedEncoderError: The probe cannot score this encoder.
         """
         probe: Any = self.probe.adapt_to_dataset(self.dataset, self.chosen_fields)
         facets = [probe.facet] if isinstance(probe.facet, str) else list(probe.facet or ())
@@ -117,10 +118,10 @@ class PlannedProbe:
         if available != facets and "facet" not in self.chosen_fields:
             probe = replace(probe, facet=available[0] if len(available) == 1 else available)
         probe.check_encoder(encoder)
-        return fit_size(probe, encoder, self.chosen_fields)
+        return adapt_image_size(probe, encoder, self.chosen_fields)
 
-    def find_served_probes(
-        self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
+    def find_precomputable(
+        self, later_probes: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
     ) -> list[Probe]:
         """Return the later probes that can reuse encoder outputs of this probe.
 
@@ -128,16 +129,16 @@ class PlannedProbe:
         method `Probe.can_precompute_for` of this probe returns True.
 
         Args:
-            later: Planned probes that run after this one.
+            later_probes: Planned probes that run after this one.
             encoder: The encoder. The returned probes are adapted to it.
         """
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
-        for other in later:
+        for other in later_probes:
             has_same_inputs = (other.dataset, other.dtype, other.seed) == inputs
             if has_same_inputs and self.probe.can_precompute_for(other.probe):
                 # If a later probe does not fit, the error is reported when that probe runs.
                 with suppress(ConfigurationError):
-                    probes.append(other.fit_to(encoder))
+                    probes.append(other.adapt_to(encoder))
         return probes
 
     def shares_features_with(self, other: "PlannedProbe") -> bool:
@@ -161,7 +162,7 @@ class PlannedProbe:
         for name in self.probe.secondary_protocols:
             if self.chosen_fields.isdisjoint(load_protocol_file(self.probe, name)):
                 overrides = (*self.overrides, f"{_PROTOCOL}={name}")
-                config = probing_config(*self.choice, overrides, self.root)
+                config = probing_config(*self.task_and_dataset, overrides, self.root)
                 plan.append(replace(self, probe=build(config, "probe"), overrides=overrides))
         return plan
 
@@ -209,7 +210,7 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
         for pair in pairs
     ]
     plan = _select_supported(plan, request)
-    planned_tasks = {planned.choice[0] for planned in plan}
+    planned_tasks = {planned.task_and_dataset[0] for planned in plan}
     for override, tasks in ignored_by.items():
         if ignoring := sorted(tasks & planned_tasks):
             say(f"{override} is ignored by {', '.join(ignoring)}")
@@ -219,7 +220,7 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
             say(f"slow tasks run last: {', '.join(slow)}")
 
     def order(planned: PlannedProbe) -> tuple[int, bool, str]:
-        dataset = request.datasets.index(planned.choice[1])
+        dataset = request.datasets.index(planned.task_and_dataset[1])
         return dataset, planned.probe.is_slow, planned.probe.role
 
     return sorted(plan, key=order)
@@ -237,11 +238,11 @@ def require_images(plan: Sequence[PlannedProbe]) -> None:
         DataError: A split is incomplete, or scored images are also training images although this
             is not allowed.
     """
-    for planned in open_datasets_once(plan):
+    for planned in share_datasets(plan):
         planned.require_images()
 
 
-def open_datasets_once(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
+def share_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
     """Return copies of planned probes that share datasets with cached splits.
 
     Each split is then opened only once, even if several probes use it.
@@ -258,10 +259,10 @@ def evaluate(
     layers: str | int | Sequence[int],
     device: torch.device,
     overwrite: bool = False,
-    skip_unfit: bool = False,
+    skip_unsupported: bool = False,
     allow_none: bool = False,
     features: FeatureCache | None = None,
-    later: Sequence[PlannedProbe] = (),
+    later_probes: Sequence[PlannedProbe] = (),
 ) -> list[Record]:
     """Evaluate an encoder with all planned probes, and return one record for each result.
 
@@ -274,21 +275,21 @@ def evaluate(
         layers: Block indices, 0-based, such as "all", "0,5,11" or -1.
         device: Device of the computation.
         overwrite: Compute finished results again.
-        skip_unfit: Leave out probes that cannot score this encoder or dataset, or whose code cannot
-            be imported. A message is printed for each of them.
+        skip_unsupported: Leave out probes that cannot score this encoder or dataset, or whose code
+            cannot be imported. A message is printed for each of them.
         allow_none: Return an empty list if all probes are left out, instead of raising an error.
         features: Cache of features that earlier calls computed.
-        later: Planned probes of later calls with the same encoder and blocks. Probes of this call
-            may also compute encoder outputs for them, to save forward passes.
+        later_probes: Planned probes of later calls with the same encoder and blocks. Probes of this
+            call may also compute encoder outputs for them, to save forward passes.
     """
     records, left_out = list[Record](), list[str]()
     features = FeatureCache() if features is None else features
     for number, planned in enumerate(plan, start=1):
         count = f"{number} of {len(plan)}: " if len(plan) > 1 else ""
-        following = [*plan[number:], *later]
+        following = [*plan[number:], *later_probes]
         try:
             indices = select_layers(planned.probe.facet_spec, layers, encoder.depth)
-            probe = planned.fit_to(encoder)
+            probe = planned.adapt_to(encoder)
             _log_adaptations(planned, probe, encoder)
             changed = changed_settings(probe)
             if "image_size" not in planned.chosen_fields or not encoder.any_size:
@@ -309,8 +310,8 @@ def evaluate(
                 say=lambda line, count=count: say(count + line),
                 overwrite=overwrite,
                 features=features,
-                share=any(map(planned.shares_features_with, following)),
-                later=planned.find_served_probes(following, encoder),
+                keep_features=any(map(planned.shares_features_with, following)),
+                later_probes=planned.find_precomputable(following, encoder),
             )
         except UnreadableImage as error:
             # A `ReadableDataset` checked its images before the run, so the file has changed since.
@@ -318,7 +319,7 @@ def evaluate(
                 raise
             raise suggest_skipping(error) from error
         except (ConfigurationError, ImportError, SyntaxError) as error:
-            if not skip_unfit:
+            if not skip_unsupported:
                 raise
             reason = error if isinstance(error, ConfigurationError) else broken_file_error(error)
             left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {reason}")
@@ -529,7 +530,7 @@ def _build_pair(
         dataset=leave_out_unreadable(requested, dataset, request.on_bad_image, checked_images),
         seed=values["seed"],
         dtype=values["dtype"],
-        choice=pair,
+        task_and_dataset=pair,
         overrides=tuple(overrides),
         root=root,
         allow_overlap=values["data.allow_overlap"],
@@ -547,8 +548,8 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
         DataError: No task is supported.
     """
     supported = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
-    tasks = {planned.choice[0] for planned in supported}
-    unsupported = [planned for planned in plan if planned.choice[0] not in tasks]
+    tasks = {planned.task_and_dataset[0] for planned in supported}
+    unsupported = [planned for planned in plan if planned.task_and_dataset[0] not in tasks]
     if supported and request.all_tasks and unsupported:
         say(f"left out: {_describe_missing(unsupported)}")
     elif unsupported:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.errors import MachineError, UnfitEncoder, with_hint
+from ssl_bench.errors import MachineError, UnsupportedEncoderError, with_hint
 from ssl_bench.evaluation import (
     FeatureCache,
     Probe,
@@ -35,7 +35,7 @@ from ssl_bench.layers import select_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_of_encoder
 from ssl_bench.models.loading.load import encoder_addresses, load_and_log, require_layers
-from ssl_bench.planning import PlannedProbe, evaluate, open_datasets_once, plan_request
+from ssl_bench.planning import PlannedProbe, evaluate, plan_request, share_datasets
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import TRAINED_ON, ResultKey, ResultStore, encoder_id
 from ssl_bench.results.store import summarise_problems
@@ -52,7 +52,7 @@ class Job:
         encoder: Identity of the encoder. Its weights are not loaded yet.
         planned: The probe and the dataset.
         layers: Block indices, 0-based.
-        is_share: Whether the job evaluates only some of the requested blocks, and other jobs
+        is_partial: Whether the job evaluates only some of the requested blocks, and other jobs
             evaluate the rest.
         images: The scored images.
         keys: Keys that identify all results of the job, each of type `ResultKey`.
@@ -64,7 +64,7 @@ class Job:
     encoder: EncoderIdentity
     planned: PlannedProbe
     layers: tuple[int, ...]
-    is_share: bool
+    is_partial: bool
     images: ImageSet
     keys: tuple[ResultKey, ...]
     pending: tuple[ResultKey, ...]
@@ -92,36 +92,38 @@ class Job:
         Otherwise, return an empty string.
         """
         ends = dict.fromkeys([self.layers[0], self.layers[-1]])
-        return f", blocks {' to '.join(map(str, ends))}" if self.is_share else ""
+        return f", blocks {' to '.join(map(str, ends))}" if self.is_partial else ""
 
 
-def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = True) -> list[Job]:
+def plan_sweep(
+    request: ProbeRequest, *, min_jobs: int = 1, skip_unsupported: bool = True
+) -> list[Job]:
     """Divide a request into jobs, and return them ordered by encoder. No result is computed.
 
     Args:
         request: The requested encoders, probes, datasets and blocks.
         min_jobs: Desired minimum number of jobs. To reach it, the blocks that a probe evaluates are
             divided among several jobs where possible. Each of these jobs encodes all images again.
-        skip_unfit: Whether to leave out probes that do not support an encoder, with a message. If
-            False, such a probe raises `UnfitEncoder`. Probes that do not support a baseline
-            encoder, such as one with random weights, are always left out.
+        skip_unsupported: Whether to leave out probes that do not support an encoder, with a
+            message. If False, such a probe raises `UnsupportedEncoderError`. Probes that do not
+            support a baseline encoder, such as one with random weights, are always left out.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
     plan = plan_request(request)
-    inputs = [_open_images(planned) for planned in open_datasets_once(plan)]
+    inputs = [_open_images(planned) for planned in share_datasets(plan)]
     encoders = _distinct_encoders(uris)
     store = ResultStore(request.out)
     min_shares = -(-min_jobs // (len(encoders) * len(plan)))
-    jobs, unfit = list[Job](), list[UnfitEncoder]()
+    jobs, unsupported = list[Job](), list[UnsupportedEncoderError]()
     for encoder in encoders:
         for planned, (images, settings) in zip(plan, inputs, strict=True):
             try:
-                probe = planned.fit_to(encoder)
-            except UnfitEncoder as error:
-                if not skip_unfit and not is_baseline(encoder.uri):
+                probe = planned.adapt_to(encoder)
+            except UnsupportedEncoderError as error:
+                if not skip_unsupported and not is_baseline(encoder.uri):
                     raise
-                unfit.append(error)
+                unsupported.append(error)
                 say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
                 continue
             requested = layers_of_encoder(encoder.uri, request.layers)
@@ -139,22 +141,22 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
                 work = find_pending(probe, encoder, keys, images, store)
                 # If only figures are missing, the results of their blocks count as pending.
                 pending = work.pending or [key for key in keys if key.layer in work.layers]
-                is_share = len(shares) > 1
-                words = ",".join(map(str, share)) if is_share else str(requested)
+                is_partial = len(shares) > 1
+                words = ",".join(map(str, share)) if is_partial else str(requested)
                 jobs.append(
                     Job(
                         encoder=encoder,
                         planned=planned,
                         layers=share,
-                        is_share=is_share,
+                        is_partial=is_partial,
                         images=images,
                         keys=tuple(keys),
                         pending=tuple(key for key in keys if key in pending),
                         arguments=_probe_arguments(request, planned, encoder.uri, words),
                     )
                 )
-    if unfit and not jobs:
-        raise unfit[0]
+    if unsupported and not jobs:
+        raise unsupported[0]
     if store.unreadable:
         say(f"damaged records will be computed again: {summarise_problems(store.unreadable)}")
     return jobs
@@ -218,7 +220,7 @@ def _split_layers(
 def _probe_arguments(
     request: ProbeRequest, planned: PlannedProbe, uri: str, layers: str
 ) -> tuple[str, ...]:
-    task, dataset = planned.choice
+    task, dataset = planned.task_and_dataset
     flags = {
         "--task": task,
         "--layer": layers,
@@ -267,7 +269,7 @@ def format_plan(jobs: Sequence[Job], seconds: Sequence[float | None] = ()) -> st
         total += f", about {format_duration(sum(known))}"
         if None in seconds:
             total += " without the jobs of unknown time"
-    if any(job.is_share for job in jobs):
+    if any(job.is_partial for job in jobs):
         total += "\nthe blocks of some probes are split into jobs, and each job encodes all images"
     return f"{align_columns(rows if known else [row[:-1] for row in rows])}\n{total}"
 
@@ -293,7 +295,7 @@ def run_in_this_process(
     """
     load, features = lru_cache(maxsize=1)(load_and_log), FeatureCache()
 
-    def compute(job: Job, later: Sequence[Job]) -> None:
+    def compute(job: Job, later_jobs: Sequence[Job]) -> None:
         evaluate(
             [job.planned],
             load(job.encoder.uri),
@@ -301,9 +303,9 @@ def run_in_this_process(
             layers=job.layers,
             device=device,
             features=features,
-            later=[
+            later_probes=[
                 other.planned
-                for other in later
+                for other in later_jobs
                 if (other.encoder.uri, other.layers) == (job.encoder.uri, job.layers)
             ],
         )

@@ -25,7 +25,7 @@ from probes.pictures import Picture, blocks_name, draw_heading, save_sheet
 from ssl_bench.composition.fields import CountOrZero, OpenFraction, Pixels, Threads
 from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sample_ids, sample_indices
-from ssl_bench.errors import DataError, UnfitEncoder, with_hint
+from ssl_bench.errors import DataError, UnsupportedEncoderError, with_hint
 from ssl_bench.evaluation import SIZE_FIELDS, Probe, ProbeContext, Score
 from ssl_bench.features import Resize
 from ssl_bench.intervals import mean_estimate
@@ -97,13 +97,13 @@ class Attention(Probe):
             return {"truth": "object"}
         return {} if "segmentation" in roles else {"truth": "none"}
 
-    def adapt_to_dataset(self, dataset: Dataset, typed: Collection[str]) -> "Attention":
+    def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> "Attention":
         """Return a copy with `truth="none"` if class 0 of the dataset is not called background.
 
         If the probe does not use class masks, or if the user has set `truth`, return the probe
-        unchanged. `typed` contains the names of the settings that the user has set.
+        unchanged. `chosen_fields` contains the names of the settings that the user has set.
         """
-        if self.truth != "classes" or "truth" in typed:
+        if self.truth != "classes" or "truth" in chosen_fields:
             return self
         has_background = "background" in dataset.val().class_names[:1]
         return self if has_background else replace(self, truth="none")
@@ -131,7 +131,7 @@ class Attention(Probe):
 
     def check_encoder(self, encoder: Encoder | EncoderIdentity) -> None:
         if not encoder.has_cls:
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{encoder.name} has no [CLS] token, but this probe draws the attention of [CLS]",
                 hint=("--task", "pca"),
             )
@@ -174,7 +174,8 @@ class Attention(Probe):
         """Score the attention maps of all requested layers, with one forward pass for each image.
 
         Raises:
-            UnfitEncoder: A block has no softmax attention between all tokens of an image.
+            UnsupportedEncoderError: A block has no softmax attention between all tokens of an
+                image.
             DataError: An image has no mask to score with.
             CheckpointError: The encoder returns NaN for an image.
         """

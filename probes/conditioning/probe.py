@@ -33,7 +33,7 @@ from probes.conditioning.scores import (
 from probes.pictures import blocks_name
 from ssl_bench.composition.fields import Count, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder, with_hint
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnsupportedEncoderError, with_hint
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import (
@@ -102,7 +102,8 @@ class Conditioning(Probe):
         """Check that all blocks of the encoder have attention, and the same token grid and width.
 
         Raises:
-            UnfitEncoder: The encoder has blocks without attention, or is divided into stages.
+            UnsupportedEncoderError: The encoder has blocks without attention, or is divided into
+                stages.
         """
         if encoder.num_heads == 0:
             problem = f"blocks with attention and an MLP, but {encoder.name} has none"
@@ -110,7 +111,9 @@ class Conditioning(Probe):
             problem = f"the same token grid and width in all blocks, but {encoder.name} has stages"
         else:
             return
-        raise UnfitEncoder(f"conditioning needs {problem}", hint=("--task", "pca,correspondence"))
+        raise UnsupportedEncoderError(
+            f"conditioning needs {problem}", hint=("--task", "pca,correspondence")
+        )
 
     def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(layer, *cell) for layer in layers for cell in CELLS[self.protocol]]

@@ -323,7 +323,7 @@ class CentralSquare(TrainingViews):
 
     def view(self, sample: Sample, number: int, size: int) -> View:
         del number
-        pixels = central_square(sample.image, size, share=self.share)
+        pixels = central_square(sample.image, size, crop_share=self.share)
         return pixels.float() / 255, torch.zeros(1, 1, dtype=torch.uint8)
 
 

@@ -41,7 +41,7 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet, Sample, Search
 from ssl_bench.data.splits import sample_indices
-from ssl_bench.errors import ConfigurationError, DataError, UnfitEncoder
+from ssl_bench.errors import ConfigurationError, DataError, UnsupportedEncoderError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import Resize
 from ssl_bench.intervals import mean_estimate
@@ -145,18 +145,18 @@ class Instances(Probe):
         roles = {"class_folders": "classification", "copies": "images"}
         return roles.get(self.protocol, "instances")
 
-    def adapt_to_dataset(self, dataset: Dataset, typed: Collection[str]) -> "Instances":
+    def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> "Instances":
         """Return a copy with the protocol for the dataset, if it is a published retrieval dataset.
 
-        A protocol is a retrieval task with its settings. `typed` contains the names of the settings
-        that the user has set. These settings do not change.
+        A protocol is a retrieval task with its settings. `chosen_fields` contains the names of the
+        settings that the user has set. These settings do not change.
         """
         # If only a part of a dataset is used, its name is followed by a dash or a plus sign.
         protocol = _PROTOCOL_OF_DATASET.get(re.split("[-+]", dataset.name)[0])
-        if protocol is None or "protocol" in typed:
+        if protocol is None or "protocol" in chosen_fields:
             return self
         values = load_protocol_file(self, protocol)
-        return replace(self, **{name: v for name, v in values.items() if name not in typed})
+        return replace(self, **{name: v for name, v in values.items() if name not in chosen_fields})
 
     @property
     def difficulties(self) -> tuple[str, ...]:
@@ -205,12 +205,12 @@ class Instances(Probe):
     def check_encoder(self, encoder: Encoder | EncoderIdentity) -> None:
         super().check_encoder(encoder)
         if not encoder.has_cls and "cls_gem" in self.facets:
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{encoder.name} has no [CLS] token, which the facet cls_gem needs",
                 hint=("probe.facet=gem",),
             )
         if not encoder.any_size and set(self.scales) != {1.0}:
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{encoder.name} accepts images of one size only, so probe.scales must be [1.0]",
                 hint=("probe.scales=[1.0]",),
             )

@@ -12,7 +12,7 @@ from probes.tokencut.log import Cell, ImageResult, cell_name, pack_mask
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
-from ssl_bench.intervals import Share, mean_estimate
+from ssl_bench.intervals import Proportion, mean_estimate
 from ssl_bench.results import Baseline, PerImageKind
 from ssl_bench.scores import (
     OBJECT_SCORES,
@@ -136,7 +136,7 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
         "by_object_size": score_groups(_OBJECT_SIZES, lambda result: result.largest_box),
         "by_num_objects": score_groups(_NUM_OBJECTS, lambda result: result.num_boxes or 0),
     }
-    value, ci95 = corloc(hits), Share(hits).ci95()
+    value, ci95 = corloc(hits), Proportion(hits).ci95()
     return Score(layer, facet, "corloc", value, ci95, len(hits), details, per_image=hits)
 
 
@@ -169,7 +169,7 @@ def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> 
     This is the only score that needs no ground truth. `facet` is the kind of feature, such as keys.
     """
     flags = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
-    value, ci95 = 100 * float(flags.mean()), Share(flags).ci95()
+    value, ci95 = 100 * float(flags.mean()), Proportion(flags).ci95()
     return Score(layer, facet, "degenerate", value, ci95, len(flags), per_image=flags)
 
 

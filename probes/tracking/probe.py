@@ -126,15 +126,15 @@ class Tracking(Probe):
         "batch_size",
     )
 
-    def adapt_to_dataset(self, dataset: Dataset, typed: Collection[str]) -> "Tracking":
+    def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> "Tracking":
         """Return a copy with `truth="none"` if the first video has no mask that can be scored.
 
         The masks of the first and the last frame are never scored. The probe is returned unchanged
         if another frame has a mask, if the user has set `truth`, or if the video does not list its
-        frames. `typed` contains the names of the settings that the user has set.
+        frames. `chosen_fields` contains the names of the settings that the user has set.
         """
         frames = dataset.val()[0].frames
-        if "truth" in typed or frames is None:
+        if "truth" in chosen_fields or frames is None:
             return self
         scored = (frames[number] for number in range(1, len(frames) - 1))
         has_masks = any(frame.mask is not None for frame in scored)

@@ -12,7 +12,7 @@ from jaxtyping import Float64, Int64
 
 from ssl_bench.intervals import (
     Estimate,
-    Share,
+    Proportion,
     bootstrap_estimate,
     mean_estimate,
     mean_iou_estimate,
@@ -95,7 +95,7 @@ def _score_of_detections(score: Callable[[Any], Any]) -> Kind:
 _PIXEL_COUNTS = (3, None)
 # The keys are the names in `PerImageKind`.
 _KINDS: Mapping[str, Kind] = {
-    "hits": Kind((), _percent_of_hits, lambda hits: Share(hits.astype(bool))),
+    "hits": Kind((), _percent_of_hits, lambda hits: Proportion(hits.astype(bool))),
     "percent": _mean_of_scores(lambda percent: percent.astype(np.float64), ()),
     "hits_of_draws": Kind(
         (None,), _percent_of_hits, lambda hits: mean_estimate(100.0 * hits.mean(1))

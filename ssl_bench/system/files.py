@@ -561,28 +561,28 @@ def figure_title(name: str) -> str:
     return name[: -1 - _DIGEST_DIGITS] if _ENDS_IN_DIGEST.fullmatch(name) else name
 
 
-def figures_folder_name(encoder_folder: str, fingerprint: str) -> str:
+def figures_folder_name(prefix: str, fingerprint: str) -> str:
     """Return the name of the folder for the figures of one encoder and one set of images.
 
     If an image changes, the name changes too, so that old and new figures are never mixed.
 
     Args:
-        encoder_folder: Beginning of the name, which consists of the model name and digits of the
+        prefix: Beginning of the name, which consists of the model name and digits of the
             encoder's id.
         fingerprint: Hash of the images and their annotations.
     """
-    return f"{encoder_folder}-{short_fingerprint(fingerprint)}"
+    return f"{prefix}-{short_fingerprint(fingerprint)}"
 
 
-def encoder_folder(model: str, encoder_id: str) -> str:
+def figures_folder_prefix(model: str, encoder_id: str) -> str:
     """Return the beginning of the names of all folders with figures of an encoder.
 
     It consists of the model name and the first eight digits of the encoder's id.
     """
-    return f"{encoder_folder_prefix(model)}-{encoder_id[:_SHORT_DIGITS]}"
+    return f"{model_file_name(model)}-{encoder_id[:_SHORT_DIGITS]}"
 
 
-def encoder_folder_prefix(model: str) -> str:
+def model_file_name(model: str) -> str:
     """Convert the name of a model to a text that can be part of the name of a folder."""
     return file_name(model, added=2 * (1 + _SHORT_DIGITS))
 

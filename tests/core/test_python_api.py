@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import ssl_bench
 from ssl_bench.api import Results
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, UnfitEncoder
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import TimmConfig, ViTConfig, build_encoder, build_vit, save_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
@@ -113,7 +113,7 @@ def test_blocks_may_return_lists_and_have_different_widths():
 def test_a_block_that_is_not_called_is_named():
     module = _Staged(*(_Attention(4, 4, 2) for _ in range(3)), skips=1)
 
-    with pytest.raises(UnfitEncoder, match=r"blocks \[1\] are never called"):
+    with pytest.raises(UnsupportedEncoderError, match=r"blocks \[1\] are never called"):
         ssl_bench.Encoder.from_module(module)
 
 
@@ -300,8 +300,8 @@ def test_a_missing_facet_is_replaced_unless_the_user_set_it():
         plan_probes(["tokencut"], ["toy"], words, {}) for words in ([], ["probe.facet=key"])
     )
 
-    assert (default.probe.facet, default.fit_to(encoder).facet) == ("key", "token")
-    assert chosen.fit_to(encoder).facet == "key"
+    assert (default.probe.facet, default.adapt_to(encoder).facet) == ("key", "token")
+    assert chosen.adapt_to(encoder).facet == "key"
 
 
 def test_results_without_records_are_empty_tables():
@@ -396,13 +396,13 @@ def test_a_missing_norm_is_refused_when_it_is_needed():
     module = own_module.own()
     del module.ln_f
     module.forward = lambda images: nn.Sequential(module.embed)(images)
-    with pytest.raises(UnfitEncoder, match=r"never called$"):
+    with pytest.raises(UnsupportedEncoderError, match=r"never called$"):
         ssl_bench.Encoder.from_module(module)
     blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 1)) for _ in range(4)))
     plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), blocks)
     encoder = ssl_bench.Encoder.from_module(plain, blocks="1")
     assert (encoder.any_size, encoder.num_prefix_tokens, encoder.depth) == (True, 0, 4)
-    with pytest.raises(UnfitEncoder, match="no final norm"):
+    with pytest.raises(UnsupportedEncoderError, match="no final norm"):
         ssl_bench.extract_features(encoder, torch.rand(1, 3, 16, 16), facets=["token_normed"])
 
 
@@ -441,7 +441,9 @@ def test_the_only_norm_after_the_blocks_is_the_final_norm():
     expected = module.out_norm(found[2]["cls"])
     torch.testing.assert_close(found[2]["cls_normed"], expected, rtol=0, atol=1e-5)
     module.other_norm = nn.LayerNorm(16)
-    with pytest.raises(UnfitEncoder, match=r"ssl_bench\.Encoder\.from_module\(module, norm="):
+    with pytest.raises(
+        UnsupportedEncoderError, match=r"ssl_bench\.Encoder\.from_module\(module, norm="
+    ):
         ssl_bench.extract_features(module, images, layers=[2], facets=("cls_normed",))
     with pytest.raises(CheckpointError, match="final_layer"):
         ssl_bench.Encoder.from_module(module, norm="final_layer")
@@ -455,7 +457,7 @@ def test_a_module_without_cls_is_probed_with_its_mean_patch(tmp_path, capsys):
     images = ("rankme", "alignment", "uniformity")
     assert {r.facet for r in found if r.metric in images} == {"patch_mean"}
     assert "geometry uses facet=patch_mean to fit" in capsys.readouterr().err
-    with pytest.raises(UnfitEncoder, match=r"no \[CLS\] token"):
+    with pytest.raises(UnsupportedEncoderError, match=r"no \[CLS\] token"):
         ssl_bench.probe(encoder, task="geometry", out=tmp_path, layer=-1, facet="cls", **FEW)
 
 

@@ -135,7 +135,7 @@ def test_validation_accuracy_uses_the_saved_head_on_central_crops(root, tmp_path
     val = ClassFolders(root).val()
     right, losses = 0, []
     for index in range(len(val)):
-        pixels = central_square(val[index].image, 16, share=0.8)
+        pixels = central_square(val[index].image, 16, crop_share=0.8)
         features = extractor(pixels[None].float() / 255)[1]["cls_normed"]
         logits = features @ state["student.head.weight"].T + state["student.head.bias"]
         right += int(logits.argmax() == val[index].label)

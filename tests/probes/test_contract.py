@@ -123,7 +123,7 @@ def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
     overrides = [word for word in words[2:] if "=" in word]
     roots = {words[1]: words[3]} if words[2] == "--data-root" else {}
     (planned,) = plan_probes([task], [words[1]], overrides, roots)
-    probe = planned.fit_to(load_encoder("encoder.safetensors"))
+    probe = planned.adapt_to(load_encoder("encoder.safetensors"))
     return probe, planned, ("--task", task, "--checkpoint", "encoder.safetensors", *words)
 
 

@@ -27,7 +27,7 @@ from probes.instances.ranking import (
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.toy import ToyInstances
 from ssl_bench.data.samples import ImageSet, Search
-from ssl_bench.errors import ConfigurationError, DataError, UnfitEncoder
+from ssl_bench.errors import ConfigurationError, DataError, UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.neighbours import unit_vectors
@@ -389,10 +389,10 @@ def test_images_and_encoders_that_cannot_be_scored_are_refused(toy, encoder, tmp
         Instances("copies", jpeg_qualities=[], crop_areas=[])
     assert no_copy.value.hint[0] == "probe.jpeg_qualities=[30,5]"
     for facet, hint in (("cls", "probe.facet=patch_mean"), ("cls_gem", "probe.facet=gem")):
-        with pytest.raises(UnfitEncoder) as no_cls:
+        with pytest.raises(UnsupportedEncoderError) as no_cls:
             Instances(facet=facet).check_encoder(replace(encoder, num_prefix_tokens=0))
         assert no_cls.value.hint == (hint,)
-    with pytest.raises(UnfitEncoder) as one_size:
+    with pytest.raises(UnsupportedEncoderError) as one_size:
         Instances(scales=[1.0, 0.5]).check_encoder(replace(encoder, any_size=False))
     assert one_size.value.hint == ("probe.scales=[1.0]",)
     for options in ({"facet": "key"}, {"scales": []}, {"scales": [2.0]}, {"jpeg_qualities": [0]}):

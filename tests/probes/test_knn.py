@@ -114,7 +114,7 @@ def test_the_central_square_equals_that_of_torchvision():
         resized = transforms.Resize(round(size / share), bicubic)(Image.fromarray(image))
         expected = np.array(transforms.CenterCrop(size)(resized)).astype(int)
 
-        found = central_square(image, size, share=share).permute(1, 2, 0).numpy()
+        found = central_square(image, size, crop_share=share).permute(1, 2, 0).numpy()
 
         assert np.abs(found - expected).max() <= 1
 
@@ -170,7 +170,7 @@ def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, share: float
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
     norm, vectors = encoder.module.get_submodule("norm"), []
     for index in range(len(images)):
-        pixels = central_square(images[index].image, 16, share=share)
+        pixels = central_square(images[index].image, 16, crop_share=share)
         found = extractor(pixels[None].float() / 255)[layer]
         vector = norm(found["cls"]) if facet == "cls" else norm(found["token"]).mean((1, 2))
         vectors.append(vector.detach())

@@ -203,7 +203,7 @@ def test_the_dataset_determines_what_is_clustered(dataset, overrides, protocol, 
     assert (probe.protocol, probe.facet) == (protocol, facet)
     assert probe.image_size == (512 if protocol == "patches" else None)
     # The plan of a printed or queued command has the same settings.
-    config = probing_config(*planned.choice, planned.overrides, planned.root)
+    config = probing_config(*planned.task_and_dataset, planned.overrides, planned.root)
     assert config["probe"]["protocol"] == protocol
     unused = {"patches": "crop_share", "images": "fit_patches"}[protocol]
     assert unused not in probe.settings()
