@@ -29,7 +29,7 @@ from ssl_bench.planning import evaluate, plan_request, require_images
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device, preserve_process_state, restore_tensor_storage
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 from ssl_bench.tables.depth import Pivot, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.sheets import render_tables
@@ -239,7 +239,7 @@ def read_results(folder: str | Path = "results") -> Results:
     store = ResultStore(Path(folder))
     records = store.records()
     for line in store.notes():
-        say_once(line)
+        print_message_once(line)
     return Results(tuple(records))
 
 
@@ -368,7 +368,7 @@ def _prepare_encoder(
         return
     if isinstance(encoder, nn.Module):
         encoder = Encoder.from_module(encoder)
-        say_once(
+        print_message_once(
             "images are normalised with the mean and standard deviation of ImageNet. To change "
             "this, pass Encoder.from_module(module, mean=..., std=...)"
         )

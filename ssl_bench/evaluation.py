@@ -45,7 +45,7 @@ from ssl_bench.system.files import (
     file_name,
     mark_as_output,
 )
-from ssl_bench.system.output import format_duration, say, show_progress
+from ssl_bench.system.output import format_duration, print_message, show_progress
 from ssl_bench.system.process import provenance_fields
 
 _CPU = torch.device("cpu")
@@ -163,7 +163,7 @@ class ProbeContext:
     artifacts: Path = Path()
     progress: Progress = show_progress
     overwrite: bool = False
-    say: Callable[[str], None] = say
+    say: Callable[[str], None] = print_message
     known: Sequence[Record] = ()
     features: FeatureCache = field(default_factory=FeatureCache)
     shared: SharedFeatures | None = None

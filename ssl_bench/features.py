@@ -29,7 +29,7 @@ from ssl_bench.errors import (
 from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_name
 from ssl_bench.models import Encoder
 from ssl_bench.system.device import autocast, evaluation_mode, to_device, to_host
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 from ssl_bench.system.process import is_out_of_memory
 
 Features = dict[int, dict[Facet, Tensor]]
@@ -234,7 +234,7 @@ class FeatureExtractor:
         self._num_recomputed += int(exact_sums.isfinite().all(0).sum())
         # Print a message after 1, 2, 4, 8, ... images.
         if self._num_recomputed.bit_length() > before.bit_length():
-            say(
+            print_message(
                 f"{self.encoder.name}: images encoded in float32, because float16 is too small for "
                 f"their features: {self._num_recomputed} so far"
             )
@@ -266,7 +266,7 @@ class FeatureExtractor:
             self._max_batch = batch // 2
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            say(f"out of memory at batch size {batch}, reducing it to {self._max_batch}")
+            print_message(f"out of memory at batch size {batch}, reducing it to {self._max_batch}")
         if len(parts) == 1:
             return parts[0]
         joined: Features = {

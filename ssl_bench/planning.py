@@ -52,7 +52,7 @@ from ssl_bench.layers import select_layers
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.request import BATCH_SIZES, ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 
 _PROTOCOL, _PICTURES = "probe.protocol", "probe.panels"
 _Pair = tuple[str, str]
@@ -213,11 +213,11 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     planned_tasks = {planned.task_and_dataset[0] for planned in plan}
     for override, tasks in ignored_by.items():
         if ignoring := sorted(tasks & planned_tasks):
-            say(f"{override} is ignored by {', '.join(ignoring)}")
+            print_message(f"{override} is ignored by {', '.join(ignoring)}")
     if request.all_tasks:
         plan = [one for planned in plan for one in (planned, *planned.plan_secondary_protocols())]
         if slow := sorted({planned.probe.task for planned in plan if planned.probe.is_slow}):
-            say(f"slow tasks run last: {', '.join(slow)}")
+            print_message(f"slow tasks run last: {', '.join(slow)}")
 
     def order(planned: PlannedProbe) -> tuple[int, bool, str]:
         dataset = request.datasets.index(planned.task_and_dataset[1])
@@ -307,7 +307,7 @@ def evaluate(
                 allow_overlap=planned.allow_overlap,
             ).run(
                 store,
-                say=lambda line, count=count: say(count + line),
+                say=lambda line, count=count: print_message(count + line),
                 overwrite=overwrite,
                 features=features,
                 keep_features=any(map(planned.shares_features_with, following)),
@@ -323,7 +323,7 @@ def evaluate(
                 raise
             reason = error if isinstance(error, ConfigurationError) else broken_file_error(error)
             left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {reason}")
-            say(f"left out: {left_out[-1]}")
+            print_message(f"left out: {left_out[-1]}")
     if len(left_out) == len(plan) and not allow_none:
         raise ConfigurationError(f"no task fits {encoder.name}: {left_out[0]}")
     return records
@@ -551,7 +551,7 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
     tasks = {planned.task_and_dataset[0] for planned in supported}
     unsupported = [planned for planned in plan if planned.task_and_dataset[0] not in tasks]
     if supported and request.all_tasks and unsupported:
-        say(f"left out: {_describe_missing(unsupported)}")
+        print_message(f"left out: {_describe_missing(unsupported)}")
     elif unsupported:
         kind = ConfigurationError if supported else DataError
         fitting = ". ".join(
@@ -592,4 +592,4 @@ def _log_adaptations(planned: PlannedProbe, adapted: Any, encoder: Encoder) -> N
             changes.append(f"{name}={new if isinstance(new, str) else format_value(new)}")
     if changes:
         fit = f"to fit encoder {encoder.name} and dataset {planned.dataset.name}"
-        say(f"{adapted.task} uses {', '.join(changes)} {fit}")
+        print_message(f"{adapted.task} uses {', '.join(changes)} {fit}")

@@ -9,7 +9,7 @@ from ssl_bench.composition.choices import choices, config_names, parse_names, re
 from ssl_bench.composition.compose import add_data_root, compose_config, has_key
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import BrokenFile, ConfigurationError, escape_braces
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 
 BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
 """Config keys that `--batch-size` sets, for the tasks that have these keys."""
@@ -244,7 +244,7 @@ def _drop_broken_tasks(tasks: Sequence[str]) -> list[str]:
             compose_config("probing", [f"probe={task}"])
             importable.append(task)
         except BrokenFile as error:
-            say(f"left out: {task}: {error}")
+            print_message(f"left out: {task}: {error}")
     return importable
 
 

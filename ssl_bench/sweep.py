@@ -40,7 +40,7 @@ from ssl_bench.request import ProbeRequest
 from ssl_bench.results import TRAINED_ON, ResultKey, ResultStore, encoder_id
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.endings import Outcome, run_and_catch
-from ssl_bench.system.output import align_columns, format_duration, say
+from ssl_bench.system.output import align_columns, format_duration, print_message
 from ssl_bench.system.process import is_out_of_memory
 
 
@@ -124,7 +124,7 @@ def plan_sweep(
                 if not skip_unsupported and not is_baseline(encoder.uri):
                     raise
                 unsupported.append(error)
-                say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
+                print_message(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
                 continue
             requested = layers_of_encoder(encoder.uri, request.layers)
             layers = select_layers(probe.facet_spec, requested, encoder.depth)
@@ -158,7 +158,9 @@ def plan_sweep(
     if unsupported and not jobs:
         raise unsupported[0]
     if store.unreadable:
-        say(f"damaged records will be computed again: {summarise_problems(store.unreadable)}")
+        print_message(
+            f"damaged records will be computed again: {summarise_problems(store.unreadable)}"
+        )
     return jobs
 
 
@@ -183,7 +185,7 @@ def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
     for encoder in map(identify_encoder, uris):
         first = encoders.setdefault(encoder_id(encoder.identity()), encoder)
         if first is not encoder:
-            say(f"{encoder.uri} is the same encoder as {first.uri}, so it is probed once")
+            print_message(f"{encoder.uri} is the same encoder as {first.uri}, so it is probed once")
     return list(encoders.values())
 
 
@@ -212,7 +214,7 @@ def _split_layers(
         line = f"{display_name(probe)} runs as one job, because a figure shows several blocks"
         # Other probes, such as PCA maps, score their figures, so they must draw them.
         hint = ("probe.panels=0",) if probe.task == "segmentation" else ()
-        say(with_hint(line, hint=hint))
+        print_message(with_hint(line, hint=hint))
         return [layers]
     return shares
 
@@ -311,7 +313,7 @@ def run_in_this_process(
         )
 
     for number, job in enumerate(jobs, 1):
-        say(f"job {number} of {len(jobs)}: {job.title}")
+        print_message(f"job {number} of {len(jobs)}: {job.title}")
         yield job, run_and_catch(partial(compute, job, jobs[number:]), "sweep", debug=debug)
 
 
@@ -360,7 +362,7 @@ def run_in_processes(
             reason = (
                 "ran out of memory" if is_certain else "was killed, perhaps for lack of memory,"
             )
-            say(f"{job.title} {reason} and is retried alone after the other jobs")
+            print_message(f"{job.title} {reason} and is retried alone after the other jobs")
             retried.append(job)
         else:
             yield job, outcome

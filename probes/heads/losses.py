@@ -22,7 +22,7 @@ from torch import Tensor
 from ssl_bench.composition.fields import Count, Pixels, check_fields
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.device import float64_device, value_counts
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 
 # Maximum size in bytes of a piece of work, unless a single row of cells is larger. On a CPU, a
 # piece fits into the cache. On a GPU, large pieces need few kernel launches.
@@ -347,7 +347,9 @@ def _find_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] |
     # Triton raises errors of many types, for example if there is no C compiler.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        say(f"Triton cannot compile the pixel loss ({reason}), so training the heads is slower")
+        print_message(
+            f"Triton cannot compile the pixel loss ({reason}), so training the heads is slower"
+        )
         return None
     return sum_with_kernel
 

@@ -15,7 +15,7 @@ from ssl_bench.request import ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import require_writable
-from ssl_bench.system.output import dump_json, say
+from ssl_bench.system.output import dump_json, print_message
 from ssl_bench.system.process import require_single_process
 from ssl_bench.tables.depth import depth_tables, print_main_tables
 
@@ -40,7 +40,7 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
     elif records:
         print_main_tables(depth_tables(records), store)
     report = ("ssl-bench", "report", "--out", escape_braces(str(store.root)))
-    say(with_hint(f"records and figures are in {store.root}", hint=report))
+    print_message(with_hint(f"records and figures are in {store.root}", hint=report))
     return 0
 
 

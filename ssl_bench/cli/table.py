@@ -21,7 +21,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import check_values
 from ssl_bench.results.store import PACKED
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 from ssl_bench.tables.depth import (
     Pivot,
     depth_tables,
@@ -56,7 +56,7 @@ def command(options: argparse.Namespace) -> int:
     with open_store(options.out) as store:
         if options.pack:
             packed = store.root / PACKED
-            say(f"packed {store.pack()} records into {packed}, which all commands read")
+            print_message(f"packed {store.pack()} records into {packed}, which all commands read")
             return 0
         records = load_selected_records(options, store)
         check_values(store, records)
@@ -73,7 +73,7 @@ def command(options: argparse.Namespace) -> int:
 def _draw_figure(tables: Sequence[Pivot], options: argparse.Namespace) -> None:
     if options.figure:
         draw_curves(tables, Path(options.figure))
-        say(f"figure: {options.figure}")
+        print_message(f"figure: {options.figure}")
 
 
 def _is_overview(options: argparse.Namespace) -> bool:

@@ -57,7 +57,7 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
-from ssl_bench.system.output import say, to_plain_json
+from ssl_bench.system.output import print_message, to_plain_json
 from ssl_bench.system.process import pause_garbage_collection, reraise_out_of_memory
 
 if TYPE_CHECKING:
@@ -595,7 +595,7 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
         store = ResultStore(Path(records))
         records = store.records()
         for line in store.notes():
-            say(line)
+            print_message(line)
     rows = []
     for record in records:
         row: dict[str, Any] = {}

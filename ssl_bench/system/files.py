@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 
 try:
     import fcntl
@@ -425,7 +425,9 @@ def list_files(root: Path) -> Iterator[str]:
         visited.add(real_path)
     if outputs:
         more = f" and {len(outputs) - 1} more" if len(outputs) > 1 else ""
-        say_once(f"ignored {outputs[0]}{more}, because ssl-bench wrote the pictures there")
+        print_message_once(
+            f"ignored {outputs[0]}{more}, because ssl-bench wrote the pictures there"
+        )
 
 
 # Paths that users enter, and valid names of files for models, datasets and images.

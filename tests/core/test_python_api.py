@@ -28,7 +28,7 @@ from ssl_bench.models import TimmConfig, ViTConfig, build_encoder, build_vit, sa
 from ssl_bench.models.initialisers import mimetic_, skipless_
 from ssl_bench.planning import plan_probes
 from ssl_bench.request import ProbeRequest
-from ssl_bench.system.output import format_size, say_once
+from ssl_bench.system.output import format_size, print_message_once
 from tests.support import own_module
 from tests.support.faults import class_folders, expect_error, picture, unchecked_types
 
@@ -237,7 +237,7 @@ def test_all_tasks_that_fit_a_folder_run_in_one_call(tmp_path, capsys):
 def test_messages_and_hints_name_the_keywords_of_python(tmp_path, capsys):
     given: dict[str, Any] = {"task": "pca", "layer": "1", "out": tmp_path / "r", **FEW}
     given |= {"pictures": 1, "limit": 3}
-    say_once.cache_clear()
+    print_message_once.cache_clear()
     ssl_bench.probe(own_module.own(), **given)
     found = ssl_bench.probe(own_module.own(), **given)
     err = capsys.readouterr().err

@@ -13,7 +13,7 @@ from pretrain.objectives.supervised import Supervised
 from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError, UnreadableImage
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 from tests.pretrain.plans import SMALL_DINO, album, monitored, plan_of, stopped_after_a_step
 from tests.support.faults import exit_code, expect_error, fork, pretraining, unchecked_types
 from tests.support.runs import assert_same_run, log_rows
@@ -126,7 +126,7 @@ def test_the_monitor_reads_tar_files(root, tmp_path):
 
 def test_a_pattern_is_accepted_and_missing_files_are_counted(root, monkeypatch, capsys):
     monkeypatch.chdir(root)
-    say_once.cache_clear()
+    print_message_once.cache_clear()
     for flag in ("data.root={}", "data.root='{}'"):
         pattern = flag.format("shards/{000..003}.tar")
         words = ["pretrain", pattern, "train.batch_size=2", "--dry-run", "--out", "run"]

@@ -20,7 +20,7 @@ from ssl_bench.data.files.fingerprints import (
 )
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage, join_alternatives
-from ssl_bench.system.output import say, show_progress
+from ssl_bench.system.output import print_message, show_progress
 
 OnBadImage = Literal["fail", "skip"]
 _MAX_NAMES = 5
@@ -127,7 +127,7 @@ class ReadableDataset(DatasetView):
         message = "; ".join([f"using {count} of {name}", *describe_unreadable(images, errors)])
         if message not in self._cache.messages:
             self._cache.messages.add(message)
-            say(message)
+            print_message(message)
         if not readable:
             raise DataError(f"none of the {len(images)} images of {_title(images)} can be read")
         left_out = [i for i, error in zip(images.ids, errors, strict=True) if error is not None]

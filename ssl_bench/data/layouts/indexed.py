@@ -26,7 +26,7 @@ from ssl_bench.data.samples import (
     unsupported_role_error,
 )
 from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
-from ssl_bench.system.output import say_once, show_progress
+from ssl_bench.system.output import print_message_once, show_progress
 
 BoxFormat = Literal["xyxy", "xywh"]
 """Meaning of the four numbers of a box in pixels.
@@ -475,7 +475,9 @@ class IndexedDataset(Layout):
             count = 1 + max(map(self._largest_class, sets))
         else:
             count = len(self.numbers)
-        say_once(f"{title}: {count} classes. Set their names with dataset.class_names=[a,b]")
+        print_message_once(
+            f"{title}: {count} classes. Set their names with dataset.class_names=[a,b]"
+        )
         return tuple(map(str, range(count)))
 
     def _largest_class(self, items: Items) -> int:

@@ -32,7 +32,7 @@ from ssl_bench.data.layouts.indexed import (
     to_corners,
 )
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError, UnreadableImage
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 from ssl_bench.system.process import reraise_out_of_memory
 
 _PIL_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
@@ -90,7 +90,7 @@ class PythonItems(Items):
             "mask": "images with masks of class numbers",
             "boxes": "images with boxes" + (f" ({first.format})" if first.format else ""),
         }
-        say_once(f"{self.title}: {self._length} {described[kind]}")
+        print_message_once(f"{self.title}: {self._length} {described[kind]}")
 
     def __len__(self) -> int:
         return self._length
