@@ -47,7 +47,13 @@ from ssl_bench.intervals import Proportion
 from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import Normalization
 from ssl_bench.neighbours import LabelledFeatures, knn_ranks
-from ssl_bench.results import SUPERVISED, TRAINED_ON, ResultKey, ResultStore, TrainingImages
+from ssl_bench.results import (
+    SUPERVISED,
+    TRAINING_IMAGES_KEY,
+    ResultKey,
+    ResultStore,
+    TrainingImages,
+)
 from ssl_bench.system.device import describe_device, evaluation_mode, to_float64
 from ssl_bench.system.files import expand_path, resolve_links
 from ssl_bench.system.process import count_usable_cores, provenance_fields
@@ -304,7 +310,7 @@ class Evaluator(PeriodicEvaluation):
                 settings={
                     "image_size": self.learner.encoder.config.image_size,
                     "crop_share": self.options.crop_share,
-                    TRAINED_ON: asdict(trained_on),
+                    TRAINING_IMAGES_KEY: asdict(trained_on),
                     **({"fitted_and_scored": num_shared} if num_shared else {}),
                 },
             )

@@ -41,7 +41,7 @@ from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.neighbours import unit_vectors
 from ssl_bench.results import encoder_id
-from ssl_bench.system.device import float64_device, power_of_two, to_device, to_float64
+from ssl_bench.system.device import float64_device, floor_to_power_of_two, to_device, to_float64
 from ssl_bench.system.files import cache_folder
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
@@ -529,7 +529,7 @@ def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
     A norm is unusually large if it exceeds `factor` times the median norm of the image's patches.
     """
     # Scaling by a power of two is exact. It keeps the squares within the range of float32.
-    scaled = patches / power_of_two(patches.abs().amax((1, 2, 3), keepdim=True))
+    scaled = patches / floor_to_power_of_two(patches.abs().amax((1, 2, 3), keepdim=True))
     norms = scaled.norm(dim=-1).flatten(1).sort(1).values
     count = norms.shape[1]
     # torch.median would return the lower of the two middle norms.

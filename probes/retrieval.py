@@ -41,7 +41,7 @@ from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import FacetSpec
 from ssl_bench.neighbours import faiss_nearest, prefers_faiss, unit_vectors, zero_vectors_warning
 from ssl_bench.results import Baseline
-from ssl_bench.scores import IGNORED, matched_mean_iou
+from ssl_bench.scores import IGNORE_INDEX, matched_mean_iou
 from ssl_bench.system.device import to_device, to_host
 
 METRICS = ("miou", "pixel_accuracy")
@@ -298,7 +298,7 @@ def find_labelled_patches(training_pass: TrainingPass) -> Int64[Tensor, " labell
     is_labelled = torch.empty(entries, side, side, dtype=torch.bool)
 
     for batch_entries, labels, *_ in training_pass.read_views():
-        pixels = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
+        pixels = (labels != IGNORE_INDEX).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
         is_labelled[batch_entries] = pixels.any(4).any(2)
     return is_labelled.flatten().nonzero()[:, 0]
 

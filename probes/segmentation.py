@@ -74,7 +74,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import FacetSpec
-from ssl_bench.scores import IGNORED, mean_iou
+from ssl_bench.scores import IGNORE_INDEX, mean_iou
 from ssl_bench.system.device import to_device
 from ssl_bench.system.files import (
     cache_folder,
@@ -269,7 +269,7 @@ class Segmentation(Probe):
 
     def panel_name(self, image_id: str) -> str:
         """Return the file name of the figure of a scored image, given the id of the image."""
-        return figure_file_name(image_id, before=f"{self._file_prefix}-")
+        return figure_file_name(image_id, prefix=f"{self._file_prefix}-")
 
     def list_name(self, seed: int) -> str:
         """Return the name of the file that lists the ids of the training images."""
@@ -388,7 +388,7 @@ class SegmentationRun:
             DataError: The masks of these training images have fewer than two classes.
         """
         entries = self.split.training_entries(self.probe.views)
-        classes = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
+        classes = features.present[entries].any(0)[:IGNORE_INDEX].nonzero()[:, 0].tolist()
         if len(classes) < 2:
             names = [self.scored_images.class_names[number] for number in classes]
             raise DataError(
@@ -624,7 +624,7 @@ class SegmentationRun:
     def _shared_details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
         """Return details to store with every score, such as the number of training images."""
         num_held_out = len(self.split.held_out)
-        is_ignored = ~features.present[:: self.probe.views, :IGNORED].any(1)
+        is_ignored = ~features.present[:: self.probe.views, :IGNORE_INDEX].any(1)
         num_trained = len(self.split.indices) - (0 if self.probe.training.refit else num_held_out)
         return {
             "num_train_images": num_trained,
@@ -726,7 +726,7 @@ def overlay_classes(
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Blend an image with the colour of each pixel's class. Ignored pixels do not change."""
     blended = (0.4 * image + 0.6 * _COLOURS[mask]).astype(np.uint8)
-    return np.where((mask == IGNORED)[..., None], image, blended)
+    return np.where((mask == IGNORE_INDEX)[..., None], image, blended)
 
 
 def _draw_legend(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-Images = str | Path | np.ndarray | Tensor
+ImageLike = str | Path | np.ndarray | Tensor
 """One image: a file, a numpy.uint8 array (height x width x 3), or a tensor in [0, 1] (3 x height x
 width). Image files are rotated according to their EXIF orientation."""
 _OVERSHOOT = 0.2
@@ -238,7 +238,7 @@ def read_results(folder: str | Path = "results") -> Results:
     """
     store = ResultStore(Path(folder))
     records = store.records()
-    for line in store.notes():
+    for line in store.describe_left_out():
         print_message_once(line)
     return Results(tuple(records))
 
@@ -260,7 +260,7 @@ def load_encoder(uri: str) -> Encoder:
 @preserve_process_state()
 def extract_features(
     encoder: "str | Encoder | nn.Module",
-    images: Sequence[Images] | Float[Tensor, "batch 3 height width"],
+    images: Sequence[ImageLike] | Float[Tensor, "batch 3 height width"],
     *,
     layers: str | int | Sequence[int] = "all",
     facets: Facet | Sequence[Facet] = ("token",),
@@ -384,7 +384,7 @@ def _prepare_encoder(
         yield encoder, choose_device(device)
 
 
-def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 height width"]:
+def _resize_to_square(image: ImageLike, size: tuple[int, int]) -> Float[Tensor, "3 height width"]:
     from ssl_bench.data.files.images import read_image
 
     if isinstance(image, Tensor):

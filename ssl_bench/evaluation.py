@@ -35,7 +35,13 @@ from ssl_bench.intervals import interval_contains
 from ssl_bench.layers import Facet, FacetSpec, parse_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import Record, ResultKey, ResultStore, block_stride, encoder_id, versions
-from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, PerImageKind, TrainingImages
+from ssl_bench.results.record import (
+    CORRUPTION_KEY,
+    TRAINING_IMAGES_KEY,
+    PerImage,
+    PerImageKind,
+    TrainingImages,
+)
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.shared_features import SharedExtractor, SharedFeatures
 from ssl_bench.system.device import describe_device, peak_memory
@@ -574,7 +580,9 @@ class Evaluation:
     ) -> FeatureCache:
         features = FeatureCache() if features is None else features
         corruption = find_corruption(images)
-        fingerprint = key.settings[CORRUPTED]["fingerprint"] if corruption else images.fingerprint()
+        fingerprint = (
+            key.settings[CORRUPTION_KEY]["fingerprint"] if corruption else images.fingerprint()
+        )
         name = str(corruption) if corruption else None
         features.evict_unusable(self.encoder, self.probe.role, fingerprint, name)
         return features
@@ -844,8 +852,8 @@ def result_settings(
     return {
         **probe.settings(),
         "dtype": str(dtype).removeprefix("torch."),
-        **({TRAINED_ON: asdict(describe_training_images(training))} if training else {}),
-        **({CORRUPTED: corrupted} if corrupted else {}),
+        **({TRAINING_IMAGES_KEY: asdict(describe_training_images(training))} if training else {}),
+        **({CORRUPTION_KEY: corrupted} if corrupted else {}),
         **({"fitted_and_scored": shared} if shared else {}),
         # Left-out images are a setting, so no table mixes these results with complete results.
         **({"left_out": left_out_label(unreadable)} if unreadable else {}),

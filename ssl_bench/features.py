@@ -113,10 +113,12 @@ class FeatureExtractor:
         self._mean = torch.tensor(encoder.mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(encoder.std, device=self.device).view(3, 1, 1)
         inner = [f for f in self.facets if f in INNER_FACETS or submodule_name(f) is not None]
-        self._taps = [_find_tap(encoder, layer, facet) for layer in self.layers for facet in inner]
+        self._hook_points = [
+            _find_hook_point(encoder, layer, facet) for layer in self.layers for facet in inner
+        ]
         self._layouts: dict[tuple[int, Facet], Layout] = {}
         self._widths = dict.fromkeys(self.facets, self.dim)
-        if self._taps:
+        if self._hook_points:
             self._widths |= self._measure_widths()
 
     def _measure_widths(self) -> dict[Facet, int]:
@@ -130,13 +132,12 @@ class FeatureExtractor:
         trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
         features, _ = self._extract_batch(torch.zeros(2, 3, *trial), self.dtype)
         widths: dict[Facet, int] = {}
-        for tap in self._taps:
-            width = features[tap.layer][tap.facet].shape[-1]
-            if widths.setdefault(tap.facet, width) != width:
+        for point in self._hook_points:
+            width = features[point.layer][point.facet].shape[-1]
+            if widths.setdefault(point.facet, width) != width:
                 raise UnsupportedEncoderError(
-                    f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer}, but "
-                    f"{widths[tap.facet]} in an earlier block. Choose blocks of "
-                    "equal width"
+                    f"{point.facet} of {encoder.name} has {width} channels in block {point.layer}, "
+                    f"but {widths[point.facet]} in an earlier block. Choose blocks of equal width"
                 )
         return widths
 
@@ -383,11 +384,11 @@ class FeatureExtractor:
                     destination = (captured[layer], grids[layer], batch)
                     capture = partial(self._capture_qkv, layer, destination)
                     handles.append(qkv.register_forward_hook(capture))
-            for tap in self._taps:
-                destination = (captured[tap.layer], grids[tap.layer], batch)
-                capture = partial(self._capture_inner, tap, destination, [])
-                for module in tap.modules:
-                    if tap.side == "input":
+            for point in self._hook_points:
+                destination = (captured[point.layer], grids[point.layer], batch)
+                capture = partial(self._capture_inner, point, destination, [])
+                for module in point.modules:
+                    if point.side == "input":
                         handles.append(module.register_forward_pre_hook(capture))
                     else:
                         handles.append(module.register_forward_hook(capture))
@@ -436,7 +437,7 @@ class FeatureExtractor:
 
     def _capture_inner(
         self,
-        tap: "_Tap",
+        point: "_HookPoint",
         destination: _Destination,
         called: list[nn.Module],
         module: nn.Module,
@@ -444,34 +445,34 @@ class FeatureExtractor:
     ) -> None:
         if module in called:
             raise UnsupportedEncoderError(
-                f"{self.encoder.name} calls {tap.name} more than once in a forward pass, "
+                f"{self.encoder.name} calls {point.name} more than once in a forward pass, "
                 "expected one call. Choose another facet"
             )
         called.append(module)
         if len(called) > 1:
             return
-        value = arguments[-1] if tap.side == "output" else next(iter(arguments[0]), None)
+        value = arguments[-1] if point.side == "output" else next(iter(arguments[0]), None)
         if not isinstance(value, Tensor):
             raise UnsupportedEncoderError(
-                f"{tap.name} of {self.encoder.name} returns a {type(value).__name__}, expected "
+                f"{point.name} of {self.encoder.name} returns a {type(value).__name__}, expected "
                 "one tensor. Choose another facet"
             )
         features, grid, batch = destination
         possible = _find_layouts(value.shape, batch, grid, self.encoder.num_prefix_tokens)
-        layout = self._layouts.get((tap.layer, tap.facet), next(iter(possible), None))
+        layout = self._layouts.get((point.layer, point.facet), next(iter(possible), None))
         if layout is None or layout not in possible:
             raise UnsupportedEncoderError(
-                f"{tap.facet} of block {tap.layer} of {self.encoder.name} has the shape "
+                f"{point.facet} of block {point.layer} of {self.encoder.name} has the shape "
                 f"{tuple(value.shape)} for {batch} images of {grid[0]} x {grid[1]} patches, "
                 "expected tokens (batch, tokens, channels) or a map of patches"
             )
-        self._layouts[tap.layer, tap.facet] = layout
+        self._layouts[point.layer, point.facet] = layout
         if layout == "tokens":
-            value = self._arrange(tap.layer, value[:, value.shape[1] - grid[0] * grid[1] :], grid)
+            value = self._arrange(point.layer, value[:, value.shape[1] - grid[0] * grid[1] :], grid)
         elif layout == "channels_first":
             value = value.permute(0, 2, 3, 1)
         # The tensor is copied, because later modules of the block may modify it in place.
-        features[tap.facet] = value.float().clone()
+        features[point.facet] = value.float().clone()
 
     def _patches(
         self, layer: int, tokens: Float[Tensor, "batch tokens width"], grid: Grid
@@ -534,7 +535,7 @@ def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Tap:
+class _HookPoint:
     """Position in one block at which a hook captures a facet (kind of feature).
 
     Attributes:
@@ -553,7 +554,7 @@ class _Tap:
     side: Literal["input", "output"]
 
 
-def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
+def _find_hook_point(encoder: Encoder, layer: int, facet: Facet) -> _HookPoint:
     """Return the position in a block at which a facet (kind of feature) is captured.
 
     Raises:
@@ -576,7 +577,7 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
                     *[(f"probe.facet=blocks.*.{escape_braces(part)}",) for part in similar]
                 ),
             )
-        return _Tap(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
+        return _HookPoint(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
     modules, side = _find_modules(parts, facet)
     if not modules:
         raise UnsupportedEncoderError(
@@ -584,7 +585,7 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
             f"{_list_children(list(parts), '')})",
             hint=("probe.facet=blocks.*.{name}", "or", "probe.facet=token"),
         )
-    return _Tap(layer, facet, f"{facet} of block {layer}", modules, side)
+    return _HookPoint(layer, facet, f"{facet} of block {layer}", modules, side)
 
 
 def _find_modules(

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Integer, Shaped
 
-from ssl_bench.scores import iou_from_counts, mean_without_nan, pixel_accuracy
+from ssl_bench.scores import iou_from_counts, nanmean, pixel_accuracy
 
 Interval = tuple[float, float]
 _PerImage = Shaped[np.ndarray, "images *values"]
@@ -24,7 +24,7 @@ FEW_IMAGES = 60
 
 _TAIL = 0.025
 
-SIGNIFICANT = 2 * _TAIL
+SIGNIFICANCE_LEVEL = 2 * _TAIL
 """Significance level. If p is below this level, the 95 % interval of a difference excludes 0."""
 
 _DRAWS, _DRAWS_AT_ONCE = 1000, 50
@@ -302,9 +302,9 @@ def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> Mea
     iou = iou_from_counts(correct.sum(0), union.sum(0))
     leave_one_out = iou_from_counts(correct.sum(0) - correct, union.sum(0) - union)
     return MeanIoU(
-        value=float(mean_without_nan(iou)),
-        leave_one_out=mean_without_nan(leave_one_out),
-        over_true_classes=float(mean_without_nan(iou[true.sum(0) > 0])),
+        value=float(nanmean(iou)),
+        leave_one_out=nanmean(leave_one_out),
+        over_true_classes=float(nanmean(iou[true.sum(0) > 0])),
     )
 
 

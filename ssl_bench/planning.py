@@ -14,9 +14,9 @@ from ssl_bench.composition.compose import (
     build,
     changed_settings,
     choice_group,
-    component_class,
     config_to_yaml,
     has_key,
+    import_component,
     list_keys,
     list_protocols,
     load_protocol_file,
@@ -39,10 +39,10 @@ from ssl_bench.data.splits import (
     shared_values,
 )
 from ssl_bench.errors import (
-    BrokenFile,
+    BrokenFileError,
     ConfigurationError,
     DataError,
-    UnreadableImage,
+    UnreadableImageError,
     broken_file_error,
     escape_braces,
     join_alternatives,
@@ -50,7 +50,7 @@ from ssl_bench.errors import (
 from ssl_bench.evaluation import SIZE_FIELDS, Evaluation, FeatureCache, Probe, adapt_image_size
 from ssl_bench.layers import select_layers
 from ssl_bench.models import Encoder, EncoderIdentity
-from ssl_bench.request import BATCH_SIZES, ProbeRequest, probing_config
+from ssl_bench.request import BATCH_SIZE_KEYS, ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.output import print_message
 
@@ -313,7 +313,7 @@ def evaluate(
                 keep_features=any(map(planned.shares_features_with, following)),
                 later_probes=planned.find_precomputable(following, encoder),
             )
-        except UnreadableImage as error:
+        except UnreadableImageError as error:
             # A `ReadableDataset` checked its images before the run, so the file has changed since.
             if isinstance(planned.dataset, ReadableDataset):
                 raise
@@ -359,7 +359,7 @@ def _assign_overrides(
                 matches, ignored_by[override] = valid, invalid_tasks
         elif not matches:
             raise _unknown_override_error(override, configs)
-        elif override.partition("=")[0] not in (*BATCH_SIZES, _PICTURES):
+        elif override.partition("=")[0] not in (*BATCH_SIZE_KEYS, _PICTURES):
             ignored_by[override] = tasks - {task for task, _ in matches}
         for pair in matches:
             settings[pair].append(override)
@@ -400,7 +400,7 @@ def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[
     """
     key = override.partition("=")[0]
     if key == _PROTOCOL:
-        return list_protocols(task, component_class(config["probe"][TARGET], f"probe.{TARGET}"))
+        return list_protocols(task, import_component(config["probe"][TARGET], f"probe.{TARGET}"))
     group = choice_group(key, {"probe": task})
     return choices(group) if group else []
 
@@ -470,7 +470,7 @@ def _unknown_override_error(
 def _find_tasks_with_key(key: str, dataset: str) -> list[str]:
     tasks = []
     for task in choices("probe"):
-        with suppress(BrokenFile):
+        with suppress(BrokenFileError):
             if has_key(probing_config(task, dataset, ()), key):
                 tasks.append(task)
     return tasks
@@ -499,7 +499,7 @@ def _build_pair(
     """
     root = request.data_roots.get(pair[1])
     config = probing_config(*pair, overrides, root)
-    kind = component_class(config["probe"][TARGET], f"probe.{TARGET}")
+    kind = import_component(config["probe"][TARGET], f"probe.{TARGET}")
     if not issubclass(kind, Probe):
         address = config["probe"][TARGET]
         raise ConfigurationError(f"{address} must be a subclass of ssl_bench.evaluation.Probe")

@@ -37,7 +37,7 @@ from ssl_bench.models.loading.addresses import is_baseline, layers_of_encoder
 from ssl_bench.models.loading.load import encoder_addresses, load_and_log, require_layers
 from ssl_bench.planning import PlannedProbe, evaluate, plan_request, share_datasets
 from ssl_bench.request import ProbeRequest
-from ssl_bench.results import TRAINED_ON, ResultKey, ResultStore, encoder_id
+from ssl_bench.results import TRAINING_IMAGES_KEY, ResultKey, ResultStore, encoder_id
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.endings import Outcome, run_and_catch
 from ssl_bench.system.output import align_columns, format_duration, print_message
@@ -72,21 +72,22 @@ class Job:
 
     @property
     def title(self) -> str:
-        return f"{self.planned.probe.task}{self.blocks} on {self.dataset}, {self.encoder.name}"
+        task = f"{self.planned.probe.task}{self.layer_suffix}"
+        return f"{task} on {self.dataset_label}, {self.encoder.name}"
 
     @property
-    def dataset(self) -> str:
+    def dataset_label(self) -> str:
         """Return the name and split of the scored images, such as "voc2012-limit8 val"."""
         return f"{self.images.name} {self.images.split}"
 
     @property
     def num_images(self) -> int:
         """Return the number of scored images and training images."""
-        training = self.keys[0].settings.get(TRAINED_ON)
+        training = self.keys[0].settings.get(TRAINING_IMAGES_KEY)
         return len(self.images) + (training["num_images"] if training else 0)
 
     @property
-    def blocks(self) -> str:
+    def layer_suffix(self) -> str:
         """Return text such as ", blocks 0 to 3" if the job evaluates only some requested blocks.
 
         Otherwise, return an empty string.
@@ -257,8 +258,8 @@ def format_plan(jobs: Sequence[Job], seconds: Sequence[float | None] = ()) -> st
             (
                 # Different encoders may have the same name.
                 name if counts[name] == 1 else f"{name} {digest[:8]}",
-                display_name(job.planned.probe) + job.blocks,
-                job.dataset,
+                display_name(job.planned.probe) + job.layer_suffix,
+                job.dataset_label,
                 str(len(job.keys) - len(job.pending)),
                 str(len(job.pending)),
                 "unknown" if time_left is None else format_duration(time_left),

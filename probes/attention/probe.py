@@ -23,7 +23,7 @@ from probes.features.stream import batches, read_ahead
 from probes.features.training_images import resize_bicubic
 from probes.pictures import Picture, blocks_name, draw_heading, save_sheet
 from ssl_bench.composition.fields import CountOrZero, OpenFraction, Pixels, Threads
-from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
+from ssl_bench.data.samples import IGNORE_INDEX, Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sample_ids, sample_indices
 from ssl_bench.errors import DataError, UnsupportedEncoderError, with_hint
 from ssl_bench.evaluation import SIZE_FIELDS, Probe, ProbeContext, Score
@@ -32,7 +32,7 @@ from ssl_bench.intervals import mean_estimate
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import Baseline
 from ssl_bench.results.per_image import ImageCurve
-from ssl_bench.scores import centre_mask, constant_masks, object_counts, object_iou
+from ssl_bench.scores import centre_mask, count_constant_masks, object_counts, object_iou
 from ssl_bench.system.files import figure_file_name
 
 METRICS = ("jaccard", "jaccard_holdout", "jaccard_best_head", "jaccard_mean_map")
@@ -235,8 +235,8 @@ class Attention(Probe):
     def _object_mask(self, sample: Sample) -> UInt8[np.ndarray, "height width"] | None:
         """Return the true mask of the object in an image, or None if the probe uses no true masks.
 
-        The value of a pixel is 1 for the object, 0 for the background, and `IGNORED` if it is not
-        scored.
+        The value of a pixel is 1 for the object, 0 for the background, and `IGNORE_INDEX` if it is
+        not scored.
         """
         if self.truth == "none":
             return None
@@ -245,7 +245,7 @@ class Attention(Probe):
                 f"{sample.image_id} has no object mask to compare the attention with",
                 hint=("probe.truth=none",),
             )
-        return np.where(sample.mask == IGNORED, IGNORED, sample.mask > 0).astype(np.uint8)
+        return np.where(sample.mask == IGNORE_INDEX, IGNORE_INDEX, sample.mask > 0).astype(np.uint8)
 
     def _draw(
         self,
@@ -345,8 +345,8 @@ def image_result(
 
     Args:
         maps: Attention of [CLS] to the patches, with shape heads x rows x cols.
-        truth: True mask: 1 for the object, 0 for the background, `IGNORED` for pixels that are not
-            scored.
+        truth: True mask: 1 for the object, 0 for the background, `IGNORE_INDEX` for pixels that are
+            not scored.
         mass: Fraction of the attention to patches that each predicted mask covers.
     """
     entropy = entropy_share(maps)
@@ -358,7 +358,8 @@ def image_result(
     *heads, mean_map = object_iou(mask_counts(masks, truth))
     centre = object_counts(centre_mask(truth.shape), truth)
     constant = {
-        name: float(object_iou(counts)[0]) for name, counts in constant_masks(centre[None]).items()
+        name: float(object_iou(counts)[0])
+        for name, counts in count_constant_masks(centre[None]).items()
     }
     return ImageResult(
         jaccard=np.array(heads),
@@ -418,7 +419,7 @@ def mask_counts(
     def count(pixels: Bool[np.ndarray, "height width"]) -> Int64[np.ndarray, " patches"]:
         return np.bincount(patches[pixels.flatten()], minlength=rows * cols)
 
-    true, scored = count(truth == 1), count(truth != IGNORED)
+    true, scored = count(truth == 1), count(truth != IGNORE_INDEX)
     counts = (kept @ true, kept @ scored, [true.sum()] * heads, [scored.sum()] * heads)
     return np.stack(counts, 1).astype(np.int64)
 
@@ -461,7 +462,7 @@ def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool)
             "jaccard_mean_map": np.array([one.jaccard_mean_map for one in results]),
         }
         own_details = {
-            "jaccard": {"by_head": by_head.mean(0).tolist(), "best_head": heads.best_layer()},
+            "jaccard": {"by_head": by_head.mean(0).tolist(), "best_head": heads.find_best_layer()},
             "jaccard_holdout": {"heads": chosen},
         }
         names = results[0].constant

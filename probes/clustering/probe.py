@@ -48,7 +48,7 @@ from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval
 from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.neighbours import unit_vectors, zero_vectors_warning
-from ssl_bench.scores import IGNORED
+from ssl_bench.scores import IGNORE_INDEX
 from ssl_bench.system.device import to_device
 
 if TYPE_CHECKING:
@@ -489,9 +489,9 @@ class PatchLabels(NamedTuple):
             (2 * np.arange(length) + 1) * cells // (2 * length)
             for length, cells in zip(mask.shape, (rows, cols), strict=True)
         )
-        cells = (down[:, None] * cols + across) * (IGNORED + 1) + mask
-        counts = np.bincount(cells.ravel(), minlength=rows * cols * (IGNORED + 1))
-        counts = counts.reshape(rows * cols, IGNORED + 1)[:, :IGNORED]
+        cells = (down[:, None] * cols + across) * (IGNORE_INDEX + 1) + mask
+        counts = np.bincount(cells.ravel(), minlength=rows * cols * (IGNORE_INDEX + 1))
+        counts = counts.reshape(rows * cols, IGNORE_INDEX + 1)[:, :IGNORE_INDEX]
         patches, classes = counts.nonzero()
         return cls(patches, classes, counts[patches, classes].astype(np.int64))
 

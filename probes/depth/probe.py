@@ -217,7 +217,7 @@ class Depth(Probe):
         """Return the file name of the figure of a scored image, given the id of the image."""
         features = [] if self.layers_mode == "single" else [self.layers_mode]
         features += [] if self.scored_facet == "token" else [self.scored_facet]
-        return figure_file_name(image_id, before="-".join([self.protocol, *features, ""]))
+        return figure_file_name(image_id, prefix="-".join([self.protocol, *features, ""]))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Train depth heads on the features of each layer, and yield their scores.

@@ -18,8 +18,8 @@ from ssl_bench.scores import (
     OBJECT_SCORES,
     centre_box,
     centre_mask,
-    constant_masks,
     corloc,
+    count_constant_masks,
     is_hit,
     object_counts,
     object_iou,
@@ -148,7 +148,9 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
     """
     cells = [result.cells[cell_name(layer, facet)] for result in results]
     counts = np.array([cell["object"] for cell in cells], np.int64)
-    constant_counts = constant_masks(np.array([result.centre for result in results], np.int64))
+    constant_counts = count_constant_masks(
+        np.array([result.centre for result in results], np.int64)
+    )
     for metric, score in OBJECT_SCORES.items():
         estimate = mean_estimate(score(counts))
         constant = {name: float(score(own).mean()) for name, own in constant_counts.items()}

@@ -45,7 +45,7 @@ from probes.tracking.scores import (
 )
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels, Temperature, Threads
-from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
+from ssl_bench.data.samples import IGNORE_INDEX, Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sample_ids
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
@@ -235,7 +235,7 @@ class Tracking(Probe):
         """
         if video.frames is None or video.mask is None:
             raise DataError(f"expected a video whose first frame has a mask, got {video.image_id}")
-        first = np.where(video.mask == IGNORED, 0, video.mask).astype(np.uint8)
+        first = np.where(video.mask == IGNORE_INDEX, 0, video.mask).astype(np.uint8)
         # The channel of an object is its position in this list. Channel 0 is the background.
         numbers = np.unique(np.append(first, np.uint8(0)))
         num_frames, (height, width) = len(video.frames), first.shape

@@ -342,7 +342,7 @@ def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
     """Decode all images in a folder of photographs, and print which images are unreadable.
 
     Raises:
-        UnreadableImage: At least one image is unreadable.
+        UnreadableImageError: At least one image is unreadable.
     """
     faults = find_read_errors(images, {})
     problems = [to_one_line(str(fault)) for fault in faults if fault is not None]

@@ -24,7 +24,7 @@ from ssl_bench.data.files.readable import (
 )
 from ssl_bench.data.samples import SPLITS_OF_ROLES, Dataset, ImageSet
 from ssl_bench.data.splits import apply_shared_values, shared_values
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImage
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImageError
 from ssl_bench.evaluation import unreadable_ids
 from ssl_bench.features import FeatureExtractor, resize_image
 from ssl_bench.layers import resolve_layers
@@ -263,7 +263,7 @@ def _extract(
                 (resize_image(sample.image, size), sample.image_id, sample.label)
                 for sample in map(images.__getitem__, indices[start : start + batch_size])
             ]
-        except UnreadableImage as error:
+        except UnreadableImageError as error:
             raise suggest_skipping(error) from error
         pixels = torch.stack([image for image, _, _ in batch])
         names = [name for _, name, _ in batch]

@@ -75,13 +75,13 @@ def open_store(out: str) -> Generator[ResultStore]:
     try:
         yield store
     except (ConfigurationError, DataError) as error:
-        notes = store.notes()
+        notes = store.describe_left_out()
         if not notes or str(store.root / "records") in str(error):
             raise
         raise type(error)("; ".join([str(error), *notes]), hint=error.hint) from error
-    for line in store.notes():
+    for line in store.describe_left_out():
         print_message(line)
-    if mismatches := dict.fromkeys(store.damaged, _MISMATCH):
+    if mismatches := dict.fromkeys(store.damaged_files, _MISMATCH):
         print_message(
             f"ignored per-image values: {summarise_problems(mismatches)}. Probe again with "
             "--overwrite to replace them"

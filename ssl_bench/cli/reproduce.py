@@ -533,7 +533,7 @@ def _load_records(out: Path) -> list[Record]:
         records = store.records()
     except DataError:
         return []
-    for line in store.notes():
+    for line in store.describe_left_out():
         print_message(line)
     return records
 

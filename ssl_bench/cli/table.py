@@ -20,7 +20,7 @@ from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import check_values
-from ssl_bench.results.store import PACKED
+from ssl_bench.results.store import PACKED_FILE
 from ssl_bench.system.output import print_message
 from ssl_bench.tables.depth import (
     Pivot,
@@ -55,7 +55,7 @@ def command(options: argparse.Namespace) -> int:
         return 0
     with open_store(options.out) as store:
         if options.pack:
-            packed = store.root / PACKED
+            packed = store.root / PACKED_FILE
             print_message(f"packed {store.pack()} records into {packed}, which all commands read")
             return 0
         records = load_selected_records(options, store)

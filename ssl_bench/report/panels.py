@@ -317,7 +317,7 @@ class Panel:
 
     @property
     def is_corrupted(self) -> bool:
-        return self.record.corrupted is not None
+        return self.record.corruption is not None
 
     @property
     def drawn_lines(self) -> tuple[Line, ...]:

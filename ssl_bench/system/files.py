@@ -374,9 +374,9 @@ def read_digests(sidecar: Path) -> list[tuple[str, str]]:
 REPORT_MARK = ".ssl-bench-report"
 """Name of the file that marks a folder as a report."""
 _OUTPUT_MARK = ".ssl-bench-written"
-RECORDS, NAMES = "records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json"
+RECORDS_GLOB, IMAGE_IDS_GLOB = "records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json"
 """Glob patterns, in a folder of results, for records and for files with image ids."""
-_RESULT_FILES = ("records.parquet", RECORDS, NAMES)
+_RESULT_FILES = ("records.parquet", RECORDS_GLOB, IMAGE_IDS_GLOB)
 
 
 def mark_as_output(folder: Path) -> None:
@@ -438,7 +438,7 @@ _DIGEST_DIGITS = 16
 _ENDS_IN_DIGEST = re.compile(rf".*~[0-9a-f]{{{_DIGEST_DIGITS}}}", re.DOTALL)
 _SHORT_DIGITS = 8
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE_FOLDER = Path(__file__).parents[1]
 """Folder of the package `ssl_bench`. In a git checkout, its parent is the root of the checkout."""
 
 
@@ -537,17 +537,17 @@ def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
     return keys, name
 
 
-def figure_file_name(image_id: str, *, before: str = "") -> str:
+def figure_file_name(image_id: str, *, prefix: str = "") -> str:
     """Return the name of the PNG file for the figure of an image.
 
     Different ids get different names.
 
     Args:
         image_id: Id of the image, such as its path in the dataset.
-        before: Text before the id in the file name.
+        prefix: Text before the id in the file name.
     """
-    added = len(before) + len(".png")
-    return f"{before}{file_name(image_id, added=added, distinct=True)}.png"
+    added = len(prefix) + len(".png")
+    return f"{prefix}{file_name(image_id, added=added, distinct=True)}.png"
 
 
 TILES = "ssl-bench tiles"

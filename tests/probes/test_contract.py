@@ -198,7 +198,7 @@ def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tu
             content = {n: v for n, v in record.as_json().items() if n not in RUN_FIELDS}
             details = content["details"]
             content["details"] = {n: v for n, v in details.items() if n != "train_seconds"}
-            values = store.per_image(record)
+            values = store.load_per_image(record)
             per_image = None if values is None else np.asarray(values).tolist()
             found[record.layer, record.facet, record.metric] = content, per_image
     return found
@@ -255,7 +255,7 @@ def test_values_follow_from_per_image_values_and_have_a_baseline(task, workdir):
             assert len(per_image) == record.num_images
     stored = [load_matching_values(store, record) is not None for record in store.records()]
     assert any(stored) == probe.has_per_image_values
-    assert not store.damaged
+    assert not store.damaged_files
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -237,7 +237,7 @@ def test_per_image_counts_give_the_value_and_interval():
 
         assert (first.value, first.ci95()) == (one.value, one.ci95)
         assert curve.value(other.per_image) == other.value > one.value
-        assert curve.best_layer() == 1
+        assert curve.find_best_layer() == 1
         assert second.difference_ci95(second) is None
         low, high = second.difference_ci95(first) or (-1.0, -1.0)
         assert low < second.value - first.value < high

@@ -172,7 +172,7 @@ def run(probe: Instances, dataset: Any, encoder: Encoder, folder: Path) -> dict[
 def load_per_image(folder: Path, metric: str = "map") -> list[float]:
     store = ResultStore(folder)
     (record,) = [record for record in store.records() if record.metric == metric]
-    return np.asarray(store.per_image(record)).tolist()
+    return np.asarray(store.load_per_image(record)).tolist()
 
 
 def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dict[str, float]:

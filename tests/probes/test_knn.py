@@ -21,7 +21,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import save_encoder
-from ssl_bench.neighbours import LabelledFeatures, knn_ranks, nearest, vote_rank
+from ssl_bench.neighbours import LabelledFeatures, knn_ranks, stable_topk, vote_rank
 from tests.support.coloured_classes import class_context, flat, scored, tiny
 from tests.support.faults import class_folders, encoder_file, expect_error, probing, records
 
@@ -46,7 +46,7 @@ def test_ties_go_to_earlier_neighbours_and_lower_classes():
 
     found = ranks(directions(10.0), [3], bank, [0, 1, 3, 2, 1], neighbours=(1, 2, 3))
     assert found == [[4], [1], [2]]
-    values, index = nearest(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]]), 2)
+    values, index = stable_topk(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]]), 2)
     assert (values.tolist(), index.tolist()) == ([[2.0, 2.0]], [[1, 3]])
     votes = torch.ones(3, 2, dtype=torch.float64)
     named = torch.tensor([[2, 1]]).expand(3, 2)

@@ -84,10 +84,10 @@ def test_percentages_of_images_are_stored_and_compared(run_probe, capsys):
     assert "ignored" not in shown.err
     store = ResultStore(Path("results"))
     for record in store.records():
-        kept = store.per_image(record)
+        kept = store.load_per_image(record)
         assert (kept is None) == (record.unit == "")
         assert kept is None or kept.mean() == pytest.approx(record.value)
-    assert not store.damaged
+    assert not store.damaged_files
     # A number without per-image values is also a finished result.
     (line,) = run_probe()
     assert "skipping 6 of 6" in line

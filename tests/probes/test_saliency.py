@@ -114,7 +114,7 @@ def test_scores_and_baselines_equal_a_computation_in_numpy(workdir, method):
         estimate = curve.estimate(per_image)
         assert estimate.value == curve.value(per_image) == pytest.approx(record.value)
         assert estimate.ci95() == pytest.approx(record.ci95)
-    assert not store.damaged
+    assert not store.damaged_files
 
 
 def test_scores_of_an_image_equal_a_count_by_hand():

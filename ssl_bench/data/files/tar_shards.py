@@ -354,7 +354,7 @@ class TarImages(IdentifiedImages):
         """Decode an image.
 
         Raises:
-            UnreadableImage: The image is damaged.
+            UnreadableImageError: The image is damaged.
             DataError: The tar file cannot be read or has changed.
         """
         image = decode_upright(self._read(index), self.path(index), self.options.bits)

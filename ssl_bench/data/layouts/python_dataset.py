@@ -31,7 +31,7 @@ from ssl_bench.data.layouts.indexed import (
     digest_of_parts,
     to_corners,
 )
-from ssl_bench.errors import ConfigurationError, DataError, SslBenchError, UnreadableImage
+from ssl_bench.errors import ConfigurationError, DataError, SslBenchError, UnreadableImageError
 from ssl_bench.system.output import print_message_once
 from ssl_bench.system.process import reraise_out_of_memory
 
@@ -103,7 +103,7 @@ class PythonItems(Items):
         Raises:
             DataError: The content has changed since the image was first read, or the annotation has
                 an unsupported form.
-            UnreadableImage: The dataset raises an exception for this image.
+            UnreadableImageError: The dataset raises an exception for this image.
         """
         del bits
         item, identity = self._read_item(index)
@@ -152,7 +152,7 @@ class PythonItems(Items):
         # The dataset of a user can raise any exception.
         except Exception as error:
             reraise_out_of_memory(error)
-            raise UnreadableImage(
+            raise UnreadableImageError(
                 f"{self.describe_item(index)} cannot be read ({type(error).__name__}: {error})"
             ) from error
 

@@ -14,7 +14,7 @@ import torch
 
 from ssl_bench.composition.choices import entry_points, load_entry_point
 from ssl_bench.errors import (
-    BrokenFile,
+    BrokenFileError,
     CheckpointError,
     SslBenchError,
     broken_file_error,
@@ -118,7 +118,7 @@ def list_addresses() -> list[Address]:
     added: list[Address] = []
     for scheme, point in entry_points("encoder").items():
         example = ""
-        with suppress(BrokenFile):
+        with suppress(BrokenFileError):
             example = getattr(load_entry_point(point), "example", "")
         added.append(Address(f"{scheme}:ADDRESS", example, f"loader {point.value}"))
     return [*ADDRESSES, *added]
