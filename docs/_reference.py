@@ -17,7 +17,7 @@ from ssl_bench.cli import parser as cli
 from ssl_bench.cli.key_descriptions import Key, list_described_keys
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import compose_config
-from ssl_bench.request import BATCH_SIZES, probing_config
+from ssl_bench.request import BATCH_SIZE_KEYS, probing_config
 from ssl_bench.results.record import Record, ResultKey
 
 _DEFAULT = re.compile(r" \(default: (.*)\)$|(?:\. )Default: (.*)$")
@@ -95,7 +95,7 @@ def _flag_row(command: str, action: argparse.Action) -> tuple[str, str, str]:
     text = _SHORT_FOR.sub("", text)
     key = cli.KEY_OF_FLAG.get(command, {}).get(action.dest)
     if action.dest == "batch_size" and command in ("probe", "sweep"):
-        key = "` or `".join(BATCH_SIZES)
+        key = "` or `".join(BATCH_SIZE_KEYS)
     if key:
         text = f"{text}. Sets `{key}`"
     default = "required" if action.required and not default else default

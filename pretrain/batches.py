@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ssl_bench.data.files.readable import suggest_skipping
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import DataError, MachineError, UnreadableImage
+from ssl_bench.errors import DataError, MachineError, UnreadableImageError
 from ssl_bench.system.endings import STOP_SIGNALS
 from ssl_bench.system.process import free_shared_memory, local_world_size
 
@@ -113,7 +113,7 @@ class BatchChunks(Dataset[Any]):
         indices, may_replace = sorted({key.index for key in keys}), bool(self.image_ids)
         try:
             samples = {i: _read_image(self.images, i, may_replace=may_replace) for i in indices}
-        except UnreadableImage as error:
+        except UnreadableImageError as error:
             return suggest_skipping(error)
         except DataError as error:
             return error
@@ -242,7 +242,7 @@ def decode_images(images: Samples, *, skip: bool = False) -> list[Sample]:
     try:
         samples = (_read_image(images, index, may_replace=skip) for index in range(len(images)))
         return [replace(sample, mask=None, boxes=None) for sample in samples]
-    except UnreadableImage as error:
+    except UnreadableImageError as error:
         raise suggest_skipping(error) from error
 
 
@@ -251,7 +251,7 @@ def _read_image(images: Samples, index: int, *, may_replace: bool) -> Sample:
     if not may_replace:
         return images[index]
     for offset in range(len(images)):
-        with suppress(UnreadableImage):
+        with suppress(UnreadableImageError):
             return images[(index + offset) % len(images)]
     raise DataError(f"none of the {len(images)} images can be read. Download or copy them again")
 

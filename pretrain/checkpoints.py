@@ -40,7 +40,7 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 from ssl_bench.system.process import reraise_out_of_memory
 
 ENCODER, CONFIG, LOG = LAST_CHECKPOINT, "config.yaml", "log.jsonl"
@@ -252,7 +252,7 @@ def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path
             if digests and file_sha256(path) in digests:
                 return _read(path, device), path
             if not digests and _matches_own_checksums(path):
-                say(
+                print_message(
                     f"{folder / _DIGESTS} is missing or empty. {path.name} is used because it "
                     "matches its own checksums"
                 )

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 
 try:
     import fcntl
@@ -95,7 +95,7 @@ def _lock_file(descriptor: int, path: Path) -> None:
             hint=("--out", "{folder}"),
         ) from error
     except OSError as error:
-        say_once(
+        print_message_once(
             f"{path.parent} cannot be locked ({error.strerror or error}). Make sure that no other "
             "run writes to this folder"
         )

@@ -43,11 +43,17 @@ from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.features import central_square
-from ssl_bench.intervals import Share
+from ssl_bench.intervals import Proportion
 from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import Normalization
 from ssl_bench.neighbours import LabelledFeatures, knn_ranks
-from ssl_bench.results import SUPERVISED, TRAINED_ON, ResultKey, ResultStore, TrainingImages
+from ssl_bench.results import (
+    SUPERVISED,
+    TRAINING_IMAGES_KEY,
+    ResultKey,
+    ResultStore,
+    TrainingImages,
+)
 from ssl_bench.system.device import describe_device, evaluation_mode, to_float64
 from ssl_bench.system.files import expand_path, resolve_links
 from ssl_bench.system.process import count_usable_cores, provenance_fields
@@ -304,7 +310,7 @@ class Evaluator(PeriodicEvaluation):
                 settings={
                     "image_size": self.learner.encoder.config.image_size,
                     "crop_share": self.options.crop_share,
-                    TRAINED_ON: asdict(trained_on),
+                    TRAINING_IMAGES_KEY: asdict(trained_on),
                     **({"fitted_and_scored": num_shared} if num_shared else {}),
                 },
             )
@@ -312,8 +318,8 @@ class Evaluator(PeriodicEvaluation):
             device = describe_device(next(self.learner.parameters()).device)
             record = key.record(
                 depth=encoder.depth,
-                value=Share(hits).value,
-                ci95=Share(hits).ci95(),
+                value=Proportion(hits).value,
+                ci95=Proportion(hits).ci95(),
                 num_images=len(hits),
                 model=encoder.name,
                 per_image_kind="hits",
@@ -382,7 +388,7 @@ class Evaluator(PeriodicEvaluation):
         def crop(index: int) -> tuple[UInt8[Tensor, "3 _ _"], int]:
             sample = images[index]
             assert sample.label is not None
-            return central_square(sample.image, size, share=crop_share), sample.label
+            return central_square(sample.image, size, crop_share=crop_share), sample.label
 
         outputs, labels = [], []
         with (

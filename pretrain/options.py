@@ -33,7 +33,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.splits import limit_images
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Normalization
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 from ssl_bench.system.process import count_usable_cores, local_world_size
 
 _MAX_WORKERS = 16
@@ -117,7 +117,7 @@ class DataOptions:
         if self.root is not None and is_webdataset(self.root):
             shards = WebDataset(self.root)
             images = shards.pretraining_images() if self.labels else shards.images()
-            say_once(
+            print_message_once(
                 f"found {len(images):,} images in tar files, which are read in place. --resume "
                 "continues with the next batch"
             )

@@ -27,7 +27,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, ViTConfig
 from ssl_bench.system.device import choose_device
-from ssl_bench.system.output import format_size, say
+from ssl_bench.system.output import format_size, print_message
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Pretraining:
                 del saved
                 if ranks.is_main:
                     run.write_config(config or describe(self))
-                    say(f"run folder {out}")
+                    print_message(f"run folder {out}")
             run.train()
         return out / checkpoints.ENCODER
 

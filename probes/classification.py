@@ -186,7 +186,7 @@ class LinearClassification(Probe):
     task = "classification"
     role = "classification"
     known_facets = (*IMAGE_FACETS, *INNER_FACETS)
-    keeps_images = True
+    has_per_image_values = True
     excluded_from_identity = (
         *Probe.excluded_from_identity,
         "training",
@@ -229,7 +229,7 @@ class LinearClassification(Probe):
     def training_images(self, dataset: Dataset) -> ImageSet:
         return dataset.train()
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         selections = ["holdout", "oracle"] if self.holdout else ["oracle"]
         metrics = [f"top{top}_{selection}" for selection in selections for top in TOP_K]
         if self.shots is not None:
@@ -258,7 +258,7 @@ class LinearClassification(Probe):
 
     def _score_linear_heads(self, context: ProbeContext) -> Iterator[Score]:
         train_images = self.training_images(context.dataset)
-        val_images = self.split(context.dataset)
+        val_images = self.scored_images(context.dataset)
         draws = self._draw_training_images(train_images, context.seed)
         classes = len(val_images.class_names)
         spec = HeadSpec(LabelLoss(), self.standardise, classes, context.seed, context.device)
@@ -383,7 +383,7 @@ class LinearClassification(Probe):
             draw: The random sample of training images to use.
         """
         context = training_pass.context
-        val_images = self.split(context.dataset)
+        val_images = self.scored_images(context.dataset)
         num_classes = len(val_images.class_names)
         heads = pool.train(
             features,
@@ -433,7 +433,7 @@ class LinearClassification(Probe):
         extractor, size = training_pass.extractor, training_pass.image_size
 
         def crop(sample: Sample) -> UInt8[Tensor, "3 size size"]:
-            return central_square(sample.image, size, share=self.crop_share)
+            return central_square(sample.image, size, crop_share=self.crop_share)
 
         squares = read_ahead(images, range(len(images)), crop, num_workers=self.num_workers)
         squares = training_pass.context.progress(squares, f"{images.split} images", len(images))

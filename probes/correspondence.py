@@ -152,7 +152,7 @@ class Correspondence(Probe):
         "batch_size",
         "memory_gib",
     )
-    keeps_images = True
+    has_per_image_values = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,10 +173,10 @@ class Correspondence(Probe):
         """Return the name of the metric for each tolerance in `alphas`, such as "pck_0.1"."""
         return tuple(f"pck_{float(alpha)!r}" for alpha in self.alphas)
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return list(itertools.product(layers, self.facets, self.metrics))
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         return dataset.images() if self.protocol == "warps" else dataset.val()
 
     def settings(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Correspondence(Probe):
         floats = values.keys() & {"strength", "sigma", "temperature"}
         return values | {name: float(values[name]) for name in floats}
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
@@ -223,7 +223,7 @@ class Correspondence(Probe):
             DataError: A file cannot be read.
             CheckpointError: Features are not finite.
         """
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         extractor = context.extractor(context.layers, *self.facets)
         size = self.resize.square_side(context.encoder.native_size, extractor.patch_size)
         # With the protocol "warps", each view occurs in only one pair.
@@ -495,7 +495,7 @@ def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence
     kind of warp and the number of points.
     """
     generator = make_image_rng(seed, sample.image_id)
-    view = central_square(sample.image, size, share=1.0)
+    view = central_square(sample.image, size, crop_share=1.0)
     matrix = sample_warp(probe.warp, size, probe.strength, generator)
     points = sample_points(matrix, size, probe.num_points, generator)
     target = warp_image(np.ascontiguousarray(view.permute(1, 2, 0).numpy()), matrix)

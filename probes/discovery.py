@@ -18,7 +18,7 @@ from ssl_bench.intervals import bootstrap_estimate
 from ssl_bench.results import Baseline
 from ssl_bench.scores import (
     IOU_THRESHOLDS,
-    MOST_DETECTIONS,
+    MAX_DETECTIONS,
     average_precision,
     average_recall,
     coco_average_precision,
@@ -53,7 +53,7 @@ class ObjectDiscovery(TokenCut):
     method: Literal["maskcut", "lost"] = "maskcut"
 
     task = "discovery"
-    further_protocols = ()
+    secondary_protocols = ()
     metrics_of_sets = (COCO,)
     # Version 2 computes `ap_coco` with pycocotools.
     metric_version = 2
@@ -78,9 +78,9 @@ class ObjectDiscovery(TokenCut):
 
         The boxes are ranked by confidence, so this is also the number of ranks.
         """
-        return min(self.max_objects, MOST_DETECTIONS) if self.method == "maskcut" else 1
+        return min(self.max_objects, MAX_DETECTIONS) if self.method == "maskcut" else 1
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return list(product(layers, self.facets, METRICS))
 
     def settings(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def count_image_detections(
     the found box is matched to the last of them.
 
     Args:
-        found: Found boxes. Only the `MOST_DETECTIONS` most confident boxes are counted.
+        found: Found boxes. Only the `MAX_DETECTIONS` most confident boxes are counted.
         ranks: Rank of each found box. Rank 0 is the most confident. Boxes of equal rank are matched
             in the order of `found`.
         true: All true boxes.
@@ -241,7 +241,7 @@ def count_image_detections(
 
     Source: `COCOeval.evaluateImg` of pycocotools, without its treatment of crowds.
     """
-    order = np.argsort(ranks, kind="stable")[:MOST_DETECTIONS]
+    order = np.argsort(ranks, kind="stable")[:MAX_DETECTIONS]
     counts = np.zeros((1 + num_ranks, 1 + len(IOU_THRESHOLDS)), np.int64)
     counts[0, 0] = len(true)
     free = np.ones((len(IOU_THRESHOLDS), len(true)), bool)

@@ -41,7 +41,7 @@ from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet
 from ssl_bench.neighbours import unit_vectors
 from ssl_bench.results import encoder_id
-from ssl_bench.system.device import float64_device, power_of_two, to_device, to_float64
+from ssl_bench.system.device import float64_device, floor_to_power_of_two, to_device, to_float64
 from ssl_bench.system.files import cache_folder
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
@@ -138,7 +138,7 @@ class Geometry(Probe):
     # Version 2 adds the constant of the paper to LiDAR.
     metric_version = 2
     role = "images"
-    takes_long = True
+    is_slow = True
     known_facets = ("cls", "patch_mean", *INNER_FACETS)
     excluded_from_identity = (*Probe.excluded_from_identity, "batch_size")
 
@@ -151,11 +151,11 @@ class Geometry(Probe):
                     f"probe.{name} expects the smaller number first, got [{low},{high}]"
                 )
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = [*product(self.facets, IMAGE_METRICS), *product(["token"], TOKEN_METRICS)]
         return [(layer, facet, metric) for layer in sorted(layers) for facet, metric in metrics]
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         return dataset.images()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
@@ -166,9 +166,9 @@ class Geometry(Probe):
         central squares again.
 
         Raises:
-            UnfitEncoder: `facet` includes "cls", and the encoder has no [CLS] token.
+            UnsupportedEncoderError: `facet` includes "cls", and the encoder has no [CLS] token.
         """
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         subsets = draw_subsets(self, len(images), context.seed)
         journal = self._views_journal(context, images, subsets["views"])
         # Views come first, because they take most of the time.
@@ -271,7 +271,7 @@ class Geometry(Probe):
         side, order = self._side(context), [index for part in _PARTS for index in subsets[part]]
 
         def crop(sample: Sample) -> UInt8[Tensor, "3 side side"]:
-            return central_square(sample.image, side, share=self.crop_share)
+            return central_square(sample.image, side, crop_share=self.crop_share)
 
         samples = read_ahead(images, order, crop, num_workers=self.num_workers)
         progress = iter(context.progress(samples, "geometry", len(order)))
@@ -537,7 +537,7 @@ def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
     A norm is unusually large if it exceeds `factor` times the median norm of the image's patches.
     """
     # Scaling by a power of two is exact. It keeps the squares within the range of float32.
-    scaled = patches / power_of_two(patches.abs().amax((1, 2, 3), keepdim=True))
+    scaled = patches / floor_to_power_of_two(patches.abs().amax((1, 2, 3), keepdim=True))
     norms = scaled.norm(dim=-1).flatten(1).sort(1).values
     count = norms.shape[1]
     # torch.median would return the lower of the two middle norms.

@@ -85,8 +85,8 @@ class KNN(Probe):
     task = "knn"
     known_facets = ("cls", "patch_mean", *INNER_FACETS)
     role = "classification"
-    keeps_images = True
-    settings_without_cost = ("neighbours",)
+    has_per_image_values = True
+    excluded_from_timing = ("neighbours",)
     excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib", "engine")
 
     def __post_init__(self) -> None:
@@ -101,13 +101,14 @@ class KNN(Probe):
         )
         return {name: value for name, value in super().settings().items() if name not in unused}
 
-    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> Probe:
+    def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> Probe:
         """Return a copy without default values of `neighbours` that are too large for the dataset.
 
-        A value is too large if it exceeds the number of training images. `typed` contains the names
-        of the settings that the user has set. If it contains "neighbours", no value is removed.
+        A value is too large if it exceeds the number of training images. `chosen_fields` contains
+        the names of the settings that the user has set. If it contains "neighbours", no value is
+        removed.
         """
-        if "neighbours" in typed or self.shots is not None:
+        if "neighbours" in chosen_fields or self.shots is not None:
             return self
         images = len(self.training_images(dataset))
         neighbours = self._limit_neighbours(min(images, self.train_images or images))
@@ -117,7 +118,7 @@ class KNN(Probe):
     def training_images(self, dataset: Dataset) -> ImageSet:
         return dataset.train()
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = _metric_names(self.neighbours)
         if self.shots is not None:
             metrics = [
@@ -140,7 +141,7 @@ class KNN(Probe):
                 the encoder has no [CLS] token.
             DataError: A class has fewer training images than `shots`.
         """
-        train, val = self.training_images(context.dataset), self.split(context.dataset)
+        train, val = self.training_images(context.dataset), self.scored_images(context.dataset)
         counts = shot_counts(self.shots)
         shots = None
         if counts:

@@ -31,10 +31,10 @@ from ssl_bench.features import Resize
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.system.files import (
-    encoder_folder_prefix,
     expand_path,
     figure_file_name,
     file_name,
+    model_file_name,
     open_regular,
     write_atomically,
 )
@@ -126,10 +126,10 @@ class PCA(Probe):
                 hint=("probe.background=keep",),
             )
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(layer, self.scored_facet, "explained_variance") for layer in layers]
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         return dataset.images()
 
     def settings(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class PCA(Probe):
         object.__setattr__(probe, "_default_size", default_size)
         return probe
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
@@ -185,7 +185,7 @@ class PCA(Probe):
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Draw the PCA maps, and yield the percentage of variance that three components explain."""
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         numbers = sample_indices(images.ids, self.panels)
         if len(numbers) < len(images):
             line = f"pca: only {len(numbers)} of {len(images)} images are projected"
@@ -676,7 +676,7 @@ def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
         files = sorted(artifacts.parent.glob(f"*{dash}{digest}/{pattern}/{REFERENCE_FILE}"))
         encoders = {file.parent: file.parent.parent.name for file in files}
         known += encoders.values()
-        prefix = encoder_folder_prefix(checkpoint)
+        prefix = model_file_name(checkpoint)
         folders = [f for f, name in encoders.items() if name.rsplit("-", 2)[0] == prefix]
         folders = folders or [f for f, name in encoders.items() if name.startswith(checkpoint)]
         if len(folders) == 1:

@@ -41,7 +41,7 @@ from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import FacetSpec
 from ssl_bench.neighbours import faiss_nearest, prefers_faiss, unit_vectors, zero_vectors_warning
 from ssl_bench.results import Baseline
-from ssl_bench.scores import IGNORED, matched_mean_iou
+from ssl_bench.scores import IGNORE_INDEX, matched_mean_iou
 from ssl_bench.system.device import to_device, to_host
 
 METRICS = ("miou", "pixel_accuracy")
@@ -113,7 +113,7 @@ class Retrieval(Probe):
 
     task = "retrieval"
     role = "segmentation"
-    keeps_images = True
+    has_per_image_values = True
     shares_features = True
     metrics_of_sets = (MATCHED,)
     excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib", "engine")
@@ -135,7 +135,7 @@ class Retrieval(Probe):
         """
         return self.protocol == "hbird"
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = (*METRICS, MATCHED) if self.has_matched_metric else METRICS
         return [(layer, self.scored_facet, m) for layer in sorted(layers) for m in metrics]
 
@@ -149,7 +149,7 @@ class Retrieval(Probe):
             ConfigurationError: The memory of training patches has fewer patches than `neighbours`.
             DataError: No training patch has a labelled pixel.
         """
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         training_pass = self._training_pass(context)
         patches = self._draw_patches(training_pass, context.seed)
         bytes_per_layer = 4 * len(patches) * training_pass.extractor.width(training_pass.facet)
@@ -298,7 +298,7 @@ def find_labelled_patches(training_pass: TrainingPass) -> Int64[Tensor, " labell
     is_labelled = torch.empty(entries, side, side, dtype=torch.bool)
 
     for batch_entries, labels, *_ in training_pass.read_views():
-        pixels = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
+        pixels = (labels != IGNORE_INDEX).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
         is_labelled[batch_entries] = pixels.any(4).any(2)
     return is_labelled.flatten().nonzero()[:, 0]
 

@@ -74,7 +74,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.layers import FacetSpec
-from ssl_bench.scores import IGNORED, mean_iou
+from ssl_bench.scores import IGNORE_INDEX, mean_iou
 from ssl_bench.system.device import to_device
 from ssl_bench.system.files import (
     cache_folder,
@@ -206,7 +206,7 @@ class Segmentation(Probe):
 
     task = "segmentation"
     role = "segmentation"
-    keeps_images = True
+    has_per_image_values = True
     shares_features = True
     # The components are excluded, because `settings` includes their own settings.
     excluded_from_identity = (
@@ -244,7 +244,7 @@ class Segmentation(Probe):
         """
         return group_layers(layers, self.layers_mode)
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = ["miou_holdout"] if self.holdout else []
         metrics += ["miou_oracle", "pixel_accuracy"]
         sources = self.sources(layers)
@@ -259,7 +259,7 @@ class Segmentation(Probe):
             settings |= getattr(self, name).settings()
         return settings
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         shown = [source[-1] for source in self.sources(layers)]
@@ -269,7 +269,7 @@ class Segmentation(Probe):
 
     def panel_name(self, image_id: str) -> str:
         """Return the file name of the figure of a scored image, given the id of the image."""
-        return figure_file_name(image_id, before=f"{self._file_prefix}-")
+        return figure_file_name(image_id, prefix=f"{self._file_prefix}-")
 
     def list_name(self, seed: int) -> str:
         """Return the name of the file that lists the ids of the training images."""
@@ -309,7 +309,7 @@ class SegmentationRun:
         self.split = TrainingSplit.draw(
             images, max_images=probe.train_images, holdout=probe.holdout, seed=context.seed
         )
-        self.scored_images = probe.split(context.dataset)
+        self.scored_images = probe.scored_images(context.dataset)
         self.sources = probe.sources(context.layers)
         layers = sorted({layer for source in self.sources for layer in source})
         patch = encoder.patch_size
@@ -388,7 +388,7 @@ class SegmentationRun:
             DataError: The masks of these training images have fewer than two classes.
         """
         entries = self.split.train_view_indices(self.probe.views)
-        classes = features.has_label[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
+        classes = features.has_label[entries].any(0)[:IGNORE_INDEX].nonzero()[:, 0].tolist()
         if len(classes) < 2:
             names = [self.scored_images.class_names[number] for number in classes]
             raise DataError(
@@ -628,7 +628,7 @@ class SegmentationRun:
     def _shared_details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
         """Return details to store with every score, such as the number of training images."""
         num_held_out = len(self.split.held_out)
-        is_ignored = ~features.has_label[:: self.probe.views, :IGNORED].any(1)
+        is_ignored = ~features.has_label[:: self.probe.views, :IGNORE_INDEX].any(1)
         num_trained = len(self.split.indices) - (0 if self.probe.training.refit else num_held_out)
         return {
             "num_train_images": num_trained,
@@ -732,7 +732,7 @@ def overlay_classes(
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Blend an image with the colour of each pixel's class. Ignored pixels do not change."""
     blended = (0.4 * image + 0.6 * _COLOURS[mask]).astype(np.uint8)
-    return np.where((mask == IGNORED)[..., None], image, blended)
+    return np.where((mask == IGNORE_INDEX)[..., None], image, blended)
 
 
 def _draw_legend(

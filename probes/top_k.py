@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ssl_bench.evaluation import Score
-from ssl_bench.intervals import Share, mean_estimate
+from ssl_bench.intervals import Proportion, mean_estimate
 from ssl_bench.results import Baseline
 
 TOP_K = (1, 5)
@@ -43,7 +43,7 @@ def top_k_score(
         num_classes: Number of classes.
         details: Further details to store with the score.
     """
-    share, value, ci95 = Share(hits.numpy()), math.nan, None
+    share, value, ci95 = Proportion(hits.numpy()), math.nan, None
     own_details: dict[str, Any] = {"undefined": f"fewer than {top} classes"}
     if num_classes >= top:
         value, ci95 = share.value, share.ci95()

@@ -29,7 +29,7 @@ from ssl_bench.planning import evaluate, plan_request, require_images
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device, preserve_process_state, restore_tensor_storage
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 from ssl_bench.tables.depth import ScoreTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.sheets import render_tables
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-Images = str | Path | np.ndarray | Tensor
+ImageLike = str | Path | np.ndarray | Tensor
 """One image: a file, a numpy.uint8 array (height x width x 3), or a tensor in [0, 1] (3 x height x
 width). Image files are rotated according to their EXIF orientation."""
 _OVERSHOOT = 0.2
@@ -221,7 +221,7 @@ def probe(
             layers=request.layers,
             device=used_device,
             overwrite=request.overwrite,
-            skip_unfit=request.all_tasks and len(plan) > 1,
+            skip_unsupported=request.all_tasks and len(plan) > 1,
         )
         return Results(tuple(records))
 
@@ -238,8 +238,8 @@ def read_results(folder: str | Path = "results") -> Results:
     """
     store = ResultStore(Path(folder))
     records = store.records()
-    for line in store.notes():
-        say_once(line)
+    for line in store.describe_left_out():
+        print_message_once(line)
     return Results(tuple(records))
 
 
@@ -260,7 +260,7 @@ def load_encoder(uri: str) -> Encoder:
 @preserve_process_state()
 def extract_features(
     encoder: "str | Encoder | nn.Module",
-    images: Sequence[Images] | Float[Tensor, "batch 3 height width"],
+    images: Sequence[ImageLike] | Float[Tensor, "batch 3 height width"],
     *,
     layers: str | int | Sequence[int] = "all",
     facets: Facet | Sequence[Facet] = ("token",),
@@ -368,7 +368,7 @@ def _prepare_encoder(
         return
     if isinstance(encoder, nn.Module):
         encoder = Encoder.from_module(encoder)
-        say_once(
+        print_message_once(
             "images are normalised with the mean and standard deviation of ImageNet. To change "
             "this, pass Encoder.from_module(module, mean=..., std=...)"
         )
@@ -384,7 +384,7 @@ def _prepare_encoder(
         yield encoder, choose_device(device)
 
 
-def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 height width"]:
+def _resize_to_square(image: ImageLike, size: tuple[int, int]) -> Float[Tensor, "3 height width"]:
     from ssl_bench.data.files.images import read_image
 
     if isinstance(image, Tensor):

@@ -79,7 +79,7 @@ class DataError(SslBenchError, ValueError):
     exit_code = 3
 
 
-class UnreadableImage(DataError):
+class UnreadableImageError(DataError):
     """Raised if an image file is empty, truncated or in an unknown format.
 
     Args:
@@ -100,7 +100,7 @@ class CheckpointError(SslBenchError, ValueError):
     exit_code = 4
 
 
-class UnfitEncoder(ConfigurationError, CheckpointError):
+class UnsupportedEncoderError(ConfigurationError, CheckpointError):
     """Raised if an encoder lacks an output that a probe needs, such as a [CLS] token.
 
     Other probes may support the encoder.
@@ -113,7 +113,7 @@ class MachineError(SslBenchError, OSError):
     exit_code = 5
 
 
-class BrokenFile(MachineError):
+class BrokenFileError(MachineError):
     """Raised if a Python file cannot be run, for example because it has a syntax error."""
 
 
@@ -126,7 +126,7 @@ class Preempted(SslBenchError):
     exit_code = 75
 
 
-def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
+def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFileError:
     """Return an error that states the Python file and the line in which an exception was raised.
 
     The last call in a traceback is often inside a library. The error therefore states the last call
@@ -150,7 +150,7 @@ def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> B
     # If the package is installed and only lacks this module, another version of it is needed.
     if package and find_spec(package) is None:
         reason += f". If {package} is a package, run: pip install {package}"
-    return BrokenFile(f"{path}, line {line}, fails with {type(error).__name__}: {reason}")
+    return BrokenFileError(f"{path}, line {line}, fails with {type(error).__name__}: {reason}")
 
 
 _keyword_names = ContextVar[Mapping[str, str] | None]("keyword_names", default=None)

@@ -127,7 +127,7 @@ def _find_earlier_runs(job: Job, records: Sequence[Record], store: ResultStore) 
 def _identify_probe(key: ResultKey, job: Job) -> tuple[object, ...]:
     """Return the encoder, the probe and its settings, which determine the time per image."""
     probe = job.planned.probe
-    names = {*probe.settings(), "dtype"}.difference(probe.settings_without_cost)
+    names = {*probe.settings(), "dtype"}.difference(probe.excluded_from_timing)
     settings = {name: key.settings.get(name) for name in names}
     encoder = [getattr(key, name) for name in ENCODER_FIELDS]
     return encoder, key.task, key.protocol, key.split, settings

@@ -29,18 +29,29 @@ from ssl_bench.data.files.readable import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import CachedDataset
-from ssl_bench.errors import ConfigurationError, UnfitEncoder, with_hint
+from ssl_bench.errors import ConfigurationError, UnsupportedEncoderError, with_hint
 from ssl_bench.features import FeatureExtractor, Resize
 from ssl_bench.intervals import interval_contains
 from ssl_bench.layers import Facet, FacetSpec, parse_facets
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import Record, ResultKey, ResultStore, block_stride, encoder_id, versions
-from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, PerImageKind, TrainingImages
+from ssl_bench.results.record import (
+    CORRUPTION_KEY,
+    TRAINING_IMAGES_KEY,
+    PerImage,
+    PerImageKind,
+    TrainingImages,
+)
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.shared_features import SharedExtractor, SharedFeatures
 from ssl_bench.system.device import describe_device, peak_memory
-from ssl_bench.system.files import encoder_folder, figures_folder_name, file_name, mark_as_output
-from ssl_bench.system.output import format_duration, say, show_progress
+from ssl_bench.system.files import (
+    figures_folder_name,
+    figures_folder_prefix,
+    file_name,
+    mark_as_output,
+)
+from ssl_bench.system.output import format_duration, print_message, show_progress
 from ssl_bench.system.process import provenance_fields
 
 _CPU = torch.device("cpu")
@@ -51,8 +62,18 @@ SIZE_FIELDS = ("image_size", "longer_side", "max_side", "squash")
 _NEW_NAMES = {
     "not_settings": "excluded_from_identity",
     "shown_to": "with_native_size",
-    "fitted_to_images": "adapt_to_images",
+    "fitted_to_images": "adapt_to_dataset",
+    "adapt_to_images": "adapt_to_dataset",
     "rounds_size": "resize",
+    "cells": "list_score_keys",
+    "split": "scored_images",
+    "pictures": "list_figures",
+    "serves": "can_precompute_for",
+    "keeps_images": "has_per_image_values",
+    "further_protocols": "secondary_protocols",
+    "takes_long": "is_slow",
+    "require_fitting": "check_encoder",
+    "settings_without_cost": "excluded_from_timing",
     **dict.fromkeys(("protocols_by_role", "truths_by_role", "max_sides_by_role"), "settings_for"),
 }
 """New names of renamed attributes of `Probe`, by their old names."""
@@ -64,8 +85,8 @@ Progress = Callable[..., Iterable[Any]]
 class FeatureCache(UserDict[Any, Any]):
     """Cache of features of the current encoder and images, shared by consecutive probes.
 
-    Call `select` before each probe to free memory. The key of an entry must contain every setting
-    that affects its features, such as the precision.
+    Call `evict_unusable` before each probe to free memory. The key of an entry must contain every
+    setting that affects its features, such as the precision.
 
     Attributes:
         started_files: Files with intermediate results that earlier probes of this command have
@@ -80,7 +101,7 @@ class FeatureCache(UserDict[Any, Any]):
         self._corruption: str | None = None
         self._used: set[Any] = set()
 
-    def select(
+    def evict_unusable(
         self, encoder: Encoder, role: str, images: str, corruption: str | None = None
     ) -> None:
         """Drop cached features that the next probe cannot use, to free memory.
@@ -148,7 +169,7 @@ class ProbeContext:
     artifacts: Path = Path()
     progress: Progress = show_progress
     overwrite: bool = False
-    say: Callable[[str], None] = say
+    say: Callable[[str], None] = print_message
     known: Sequence[Record] = ()
     features: FeatureCache = field(default_factory=FeatureCache)
     shared: SharedFeatures | None = None
@@ -238,18 +259,18 @@ class Probe:
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
         image_size: Side in pixels of the square images that the encoder receives. None for the
             encoder's native size. A probe whose images are not such squares overrides `resize`.
-        keeps_images: Whether each score contains the values of single images, in
+        has_per_image_values: Whether each score contains the values of single images, in
             `Score.per_image`.
         shares_features: Whether this probe resizes and encodes images in the same way as other
             probes of its role. If so, one command encodes each image only once for all of them.
         reuses_results: Whether this probe reuses stored results of single images, even if they come
             from an earlier run on another set of images.
-        settings_without_cost: Settings that hardly affect the time of a run. Runs that differ in
+        excluded_from_timing: Settings that hardly affect the time of a run. Runs that differ in
             them are used to estimate the time of each other.
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores have
             no `per_image`.
-        further_protocols: Secondary protocols (presets), which `--task all` runs in addition.
-        takes_long: Whether the probe is slow. `--task all` runs slow probes last.
+        secondary_protocols: Secondary protocols (presets), which `--task all` runs in addition.
+        is_slow: Whether the probe is slow. `--task all` runs slow probes last.
         excluded_from_identity: Fields that are not part of the settings that identify a result.
             Such fields do not affect results, or a record stores them in another column. To exclude
             one more field, write `(*Probe.excluded_from_identity, "batch_size")`. If you add a
@@ -264,13 +285,13 @@ class Probe:
     facet: Any = None
     known_facets: Any = ()
     image_size: Any = None
-    keeps_images: ClassVar[bool] = False
+    has_per_image_values: ClassVar[bool] = False
     shares_features: ClassVar[bool] = False
     reuses_results: ClassVar[bool] = False
-    settings_without_cost: ClassVar[Collection[str]] = ()
+    excluded_from_timing: ClassVar[Collection[str]] = ()
     metrics_of_sets: ClassVar[Collection[str]] = ()
-    further_protocols: ClassVar[Sequence[str]] = ()
-    takes_long: ClassVar[bool] = False
+    secondary_protocols: ClassVar[Sequence[str]] = ()
+    is_slow: ClassVar[bool] = False
     excluded_from_identity: ClassVar[Sequence[str]] = (
         "protocol",
         "facet",
@@ -304,7 +325,7 @@ class Probe:
         del roles
         return {}
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         """Return each combination (layer, facet, metric) for which `run` computes a score.
 
         A facet is a kind of feature, such as "key" or "token".
@@ -336,23 +357,24 @@ class Probe:
         """
         return self.facets[0]
 
-    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
-        """Raise UnfitEncoder if the probe cannot score the blocks of an encoder."""
+    def check_encoder(self, encoder: Encoder | EncoderIdentity) -> None:
+        """Raise UnsupportedEncoderError if the probe cannot score the blocks of an encoder."""
         if not encoder.has_cls and {"cls", "cls_patch_mean"}.intersection(self.facets):
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{encoder.name} has no [CLS] token", hint=("probe.facet=patch_mean",)
             )
 
-    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
+    def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> "Probe":
         """Return a copy of the probe whose default settings are adapted to the dataset.
 
         By default, the probe is returned unchanged.
 
         Args:
             dataset: Dataset that the probe runs on.
-            typed: Names of the fields that the user set. A subclass must not change these fields.
+            chosen_fields: Names of the fields that the user set. A subclass must not change these
+                fields.
         """
-        del dataset, typed
+        del dataset, chosen_fields
         return self
 
     @property
@@ -381,7 +403,7 @@ class Probe:
         own: Any = self
         return self if self.image_size is None else replace(own, image_size=side)
 
-    def serves(self, other: "Probe") -> bool:
+    def can_precompute_for(self, other: "Probe") -> bool:
         """Return whether this probe can also compute the encoder outputs that another probe needs.
 
         If so, and if both probes run on the same blocks, the other probe is listed in
@@ -394,7 +416,7 @@ class Probe:
         del other
         return False
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         """Return the images of a dataset that the probe scores."""
         return dataset.val()
 
@@ -408,7 +430,7 @@ class Probe:
         own: Any = self
         return {n: v for n, v in asdict(own).items() if n not in self.excluded_from_identity}
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         """Return the path of each figure that `run` draws, with the layers that the figure shows.
@@ -430,7 +452,7 @@ def display_name(probe: Probe) -> str:
     The second word is the name of the protocol, a preset of settings. It is left out unless the
     protocol is a secondary one, which `--task all` runs in addition.
     """
-    is_secondary = probe.protocol in probe.further_protocols
+    is_secondary = probe.protocol in probe.secondary_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
 
 
@@ -439,7 +461,7 @@ class Evaluation:
     """Evaluation of selected layers of one encoder, with one probe on one dataset.
 
     Attributes:
-        probe: The probe, adapted to the encoder and the dataset by `PlannedProbe.fit_to`.
+        probe: The probe, adapted to the encoder and the dataset by `PlannedProbe.adapt_to`.
         allow_overlap: Whether scored images may also be training images.
         changed: Settings that differ from the probe's protocol, a preset of settings. They are
             stored in the records. If None, they are derived from `probe`.
@@ -464,8 +486,8 @@ class Evaluation:
         say: Callable[[str], None],
         overwrite: bool = False,
         features: FeatureCache | None = None,
-        share: bool = False,
-        later: Sequence[Probe] = (),
+        keep_features: bool = False,
+        later_probes: Sequence[Probe] = (),
     ) -> list[Record]:
         """Compute the results that are missing from the store, and save each result immediately.
 
@@ -474,16 +496,17 @@ class Evaluation:
             say: Function that prints a message for the user.
             overwrite: Compute finished results again.
             features: Cache of features. The run reads from the cache and adds new features to it.
-            share: Whether a later probe encodes the same images in the same way. If so, the
+            keep_features: Whether a later probe encodes the same images in the same way. If so, the
                 features of these images are kept in the cache, if there is enough memory.
-            later: Probes that run next on the same dataset and can use encoder outputs of this run.
+            later_probes: Probes that run next on the same dataset and can use encoder outputs of
+                this run.
 
         Returns:
             One record (stored result) for each requested result, whether it is old or new.
         """
         probe, dataset = self.probe, CachedDataset(self.dataset)
-        probe.require_fitting(self.encoder)
-        images = probe.split(dataset)
+        probe.check_encoder(self.encoder)
+        images = probe.scored_images(dataset)
         # Image files may change during the run, so they are hashed only once, at the start.
         keys, plan = self._plan(probe, dataset, store, overwrite=overwrite)
         self._log_plan(plan, keys, images, store, say)
@@ -492,13 +515,13 @@ class Evaluation:
         records = dict(plan.finished)
         if plan.layers:
             probes = [probe]
-            for other in later:
+            for other in later_probes:
                 _, other_plan = self._plan(other, dataset, store, overwrite=overwrite)
                 if other_plan.layers == plan.layers:
                     probes.append(other)
             folders = [figures_folder(store, one.task, images, self.encoder) for one in probes]
             for one, folder in zip(probes, folders, strict=True):
-                if one.pictures(plan.layers, images, self.seed):
+                if one.list_figures(plan.layers, images, self.seed):
                     mark_as_output(folder)
             features = self._select_features(features, images, keys[0])
             training = probe.training_images(dataset)
@@ -517,7 +540,9 @@ class Evaluation:
                 say=cache(say),
                 known=list(plan.finished.values()),
                 features=features,
-                shared=self._select_shared(features, images, num_images, share=share),
+                shared=self._select_shared(
+                    features, images, num_images, keep_features=keep_features
+                ),
                 later=list(zip(probes[1:], folders[1:], strict=True)),
             )
             by_score = {(key.layer, key.facet, key.metric): key for key in keys}
@@ -537,7 +562,7 @@ class Evaluation:
     def _plan(
         self, probe: Probe, dataset: Dataset, store: ResultStore, *, overwrite: bool
     ) -> tuple[list[ResultKey], "WorkPlan"]:
-        images = probe.split(dataset)
+        images = probe.scored_images(dataset)
         keys = result_keys(
             probe,
             images,
@@ -555,13 +580,15 @@ class Evaluation:
     ) -> FeatureCache:
         features = FeatureCache() if features is None else features
         corruption = find_corruption(images)
-        fingerprint = key.settings[CORRUPTED]["fingerprint"] if corruption else images.fingerprint()
+        fingerprint = (
+            key.settings[CORRUPTION_KEY]["fingerprint"] if corruption else images.fingerprint()
+        )
         name = str(corruption) if corruption else None
-        features.select(self.encoder, self.probe.role, fingerprint, name)
+        features.evict_unusable(self.encoder, self.probe.role, fingerprint, name)
         return features
 
     def _select_shared(
-        self, features: FeatureCache, images: ImageSet, num_images: int, *, share: bool
+        self, features: FeatureCache, images: ImageSet, num_images: int, *, keep_features: bool
     ) -> SharedFeatures | None:
         """Return the image features that this probe shares with other probes of the command.
 
@@ -572,15 +599,15 @@ class Evaluation:
             features: Cache that contains the shared features. They are created if needed.
             images: The scored images.
             num_images: Number of images that the probe encodes, including training images.
-            share: Whether a later probe encodes the same images in the same way.
+            keep_features: Whether a later probe encodes the same images in the same way.
         """
         # Each corruption gives other images, so their features would fill the memory.
         if not self.probe.shares_features or find_corruption(images) is not None:
             return None
-        if share:
+        if keep_features:
             features.setdefault(SharedFeatures, SharedFeatures(num_images))
         if (shared := features.get(SharedFeatures)) is not None:
-            shared.keeps_new = share
+            shared.keeps_new = keep_features
         return shared
 
     def _log_plan(
@@ -710,7 +737,7 @@ def find_pending(
         record = store.load(key)
         if record is None:
             continue
-        with_images = probe.keeps_images and key.metric not in probe.metrics_of_sets
+        with_images = probe.has_per_image_values and key.metric not in probe.metrics_of_sets
         # An undefined score may have no per-image values.
         is_percentage = record.unit == "%" and not math.isnan(record.value)
         if not (with_images and is_percentage) or store.has_per_image(key):
@@ -745,7 +772,7 @@ def _list_figures(
     figures: dict[str, tuple[int, ...]] = {}
     for stage in stages.values():
         layers = _distinct_layers(stage)
-        for name, shown in probe.pictures(layers, images, keys[0].seed).items():
+        for name, shown in probe.list_figures(layers, images, keys[0].seed).items():
             figures[name] = (*figures.get(name, ()), *shown)
     return figures
 
@@ -757,8 +784,8 @@ def _distinct_layers(keys: Sequence[ResultKey]) -> tuple[int, ...]:
 def figures_folder(
     store: ResultStore, task: str, images: ImageSet, encoder: Encoder | EncoderIdentity
 ) -> Path:
-    beginning = encoder_folder(encoder.name, encoder_id(encoder.identity()))
-    folder = figures_folder_name(beginning, images.fingerprint())
+    prefix = figures_folder_prefix(encoder.name, encoder_id(encoder.identity()))
+    folder = figures_folder_name(prefix, images.fingerprint())
     return store.root / "pictures" / task / file_name(images.name) / folder
 
 
@@ -800,7 +827,7 @@ def result_keys(
             metric_version=probe.metric_version,
             pipeline_version=versions.PIPELINE_VERSION,
         )
-        for layer, facet, metric in probe.cells(layers)
+        for layer, facet, metric in probe.list_score_keys(layers)
     ]
 
 
@@ -819,14 +846,14 @@ def result_settings(
         allow_overlap: Whether scored images may also be training images. If not, such images raise
             a DataError.
     """
-    training, scored = probe.training_images(dataset), probe.split(dataset)
+    training, scored = probe.training_images(dataset), probe.scored_images(dataset)
     corrupted, unreadable = corruption_settings(scored), unreadable_ids(dataset)
     shared = count_shared_files(training, scored, allowed=allow_overlap) if training else 0
     return {
         **probe.settings(),
         "dtype": str(dtype).removeprefix("torch."),
-        **({TRAINED_ON: asdict(describe_training_images(training))} if training else {}),
-        **({CORRUPTED: corrupted} if corrupted else {}),
+        **({TRAINING_IMAGES_KEY: asdict(describe_training_images(training))} if training else {}),
+        **({CORRUPTION_KEY: corrupted} if corrupted else {}),
         **({"fitted_and_scored": shared} if shared else {}),
         # Left-out images are a setting, so no table mixes these results with complete results.
         **({"left_out": left_out_label(unreadable)} if unreadable else {}),
@@ -843,7 +870,9 @@ def unreadable_ids(dataset: Dataset) -> dict[str, list[str]]:
     return original.unreadable_ids() if isinstance(original, ReadableDataset) else {}
 
 
-def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
+def adapt_image_size(
+    probe: Any, encoder: Encoder | EncoderIdentity, chosen_fields: Collection[str]
+) -> Any:
     """Return a copy of a probe with an image size that the encoder accepts.
 
     If the encoder accepts only one size, the probe uses this size. Otherwise, an `image_size` that
@@ -854,19 +883,19 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
         probe: The probe.
         encoder: The encoder. If its blocks have different strides, the largest stride counts as the
             patch size. The image size thus does not depend on which blocks are scored.
-        typed: Names of the fields that the user set.
+        chosen_fields: Names of the fields that the user set.
 
     Raises:
         ConfigurationError: The encoder does not accept a size that the user set.
-        UnfitEncoder: The encoder accepts only one size, and this size is not square.
+        UnsupportedEncoderError: The encoder accepts only one size, and this size is not square.
     """
     if not encoder.dynamic_image_size:
-        return _set_only_size(probe, encoder, typed)
+        return _set_only_size(probe, encoder, chosen_fields)
     probe = probe.with_native_size(encoder.native_size)
     size, patch = probe.image_size, max(encoder.architecture.get("strides") or [encoder.patch_size])
     if size is None or size % patch == 0:
         return probe
-    if "image_size" in typed:
+    if "image_size" in chosen_fields:
         lower = max(1, size // patch) * patch
         raise ConfigurationError(
             f"probe.image_size must be a multiple of {patch}, the patch size of {encoder.name}, "
@@ -879,16 +908,22 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
     return replace(probe, image_size=max(1, round(size / patch)) * patch)
 
 
-def _set_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
+def _set_only_size(
+    probe: Any, encoder: Encoder | EncoderIdentity, chosen_fields: Collection[str]
+) -> Any:
     height, width = encoder.native_size
     if height != width:
-        raise UnfitEncoder(
+        raise UnsupportedEncoderError(
             f"{encoder.name} only accepts images of {height} x {width} pixels, but {probe.task} "
             "uses square images"
         )
     for name in SIZE_FIELDS:
         # `max_side` has no effect on square images.
-        if name in typed and name != "max_side" and getattr(probe, name) not in (None, height):
+        if (
+            name in chosen_fields
+            and name != "max_side"
+            and getattr(probe, name) not in (None, height)
+        ):
             raise ConfigurationError(
                 f"{encoder.name} only accepts images of {height} x {width} pixels, got "
                 f"probe.{name}={getattr(probe, name)}. Leave out probe.{name}"

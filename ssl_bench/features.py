@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from ssl_bench.errors import (
     CheckpointError,
     ConfigurationError,
-    UnfitEncoder,
+    UnsupportedEncoderError,
     escape_braces,
     join_alternatives,
 )
 from ssl_bench.layers import FACETS, INNER_FACETS, REGISTERS, Facet, submodule_name
 from ssl_bench.models import Encoder
 from ssl_bench.system.device import autocast, evaluation_mode, to_device, to_host
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 from ssl_bench.system.process import is_out_of_memory
 
 Features = dict[int, dict[Facet, Tensor]]
@@ -113,10 +113,12 @@ class FeatureExtractor:
         self._mean = torch.tensor(encoder.mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(encoder.std, device=self.device).view(3, 1, 1)
         inner = [f for f in self.facets if f in INNER_FACETS or submodule_name(f) is not None]
-        self._taps = [_find_tap(encoder, layer, facet) for layer in self.layers for facet in inner]
+        self._hook_points = [
+            _find_hook_point(encoder, layer, facet) for layer in self.layers for facet in inner
+        ]
         self._layouts: dict[tuple[int, Facet], Layout] = {}
         self._widths = dict.fromkeys(self.facets, self.dim)
-        if self._taps:
+        if self._hook_points:
             self._widths |= self._measure_widths()
 
     def _measure_widths(self) -> dict[Facet, int]:
@@ -131,13 +133,12 @@ class FeatureExtractor:
         trial = [n * patch for n in _TRIAL_GRID] if is_dynamic else encoder.native_size
         features, _ = self._extract_batch(torch.zeros(2, 3, *trial), self.dtype)
         widths: dict[Facet, int] = {}
-        for tap in self._taps:
-            width = features[tap.layer][tap.facet].shape[-1]
-            if widths.setdefault(tap.facet, width) != width:
-                raise UnfitEncoder(
-                    f"{tap.facet} of {encoder.name} has {width} channels in block {tap.layer}, but "
-                    f"{widths[tap.facet]} in an earlier block. Choose blocks of "
-                    "equal width"
+        for point in self._hook_points:
+            width = features[point.layer][point.facet].shape[-1]
+            if widths.setdefault(point.facet, width) != width:
+                raise UnsupportedEncoderError(
+                    f"{point.facet} of {encoder.name} has {width} channels in block {point.layer}, "
+                    f"but {widths[point.facet]} in an earlier block. Choose blocks of equal width"
                 )
         return widths
 
@@ -167,7 +168,8 @@ class FeatureExtractor:
             ConfigurationError: `pad` is False, and the height or width of the images is not a
                 multiple of the patch size.
             CheckpointError: Features are not finite.
-            UnfitEncoder: The encoder does not compute a facet, or does not accept the image size.
+            UnsupportedEncoderError: The encoder does not compute a facet, or does not accept the
+                image size.
         """
         features, sums = self.extract_unchecked(images)
         self.require_finite(to_host([sums])[0], ids)
@@ -234,7 +236,7 @@ class FeatureExtractor:
         self._num_recomputed += int(exact_sums.isfinite().all(0).sum())
         # Print a message after 1, 2, 4, 8, ... images.
         if self._num_recomputed.bit_length() > before.bit_length():
-            say(
+            print_message(
                 f"{self.encoder.name}: images encoded in float32, because float16 is too small for "
                 f"their features: {self._num_recomputed} so far"
             )
@@ -266,7 +268,7 @@ class FeatureExtractor:
             self._max_batch = batch // 2
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            say(f"out of memory at batch size {batch}, reducing it to {self._max_batch}")
+            print_message(f"out of memory at batch size {batch}, reducing it to {self._max_batch}")
         if len(parts) == 1:
             return parts[0]
         joined: Features = {
@@ -296,12 +298,12 @@ class FeatureExtractor:
         for layer, features in captured.items():
             missing = [facet for facet in self.facets if facet not in features]
             if never_called := [facet for facet in missing if facet not in _QKV_PARTS]:
-                raise UnfitEncoder(
+                raise UnsupportedEncoderError(
                     f"{self.encoder.name} never calls {', '.join(never_called)} of block {layer} "
                     "in a forward pass, so there is no output. Choose another facet"
                 )
             if missing:
-                raise UnfitEncoder(
+                raise UnsupportedEncoderError(
                     f"block {layer} of {self.encoder.name} has no qkv layer that computes "
                     f"{', '.join(missing)}",
                     hint=_TOKENS,
@@ -346,7 +348,7 @@ class FeatureExtractor:
         """
         if not self.encoder.dynamic_image_size and (height, width) != self.encoder.native_size:
             rows, cols = self.encoder.native_size
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{self.encoder.name} only accepts images of {rows} x {cols} pixels, "
                 f"got {height} x {width}"
             )
@@ -383,11 +385,11 @@ class FeatureExtractor:
                     destination = (captured[layer], grids[layer], batch)
                     capture = partial(self._capture_qkv, layer, destination)
                     handles.append(qkv.register_forward_hook(capture))
-            for tap in self._taps:
-                destination = (captured[tap.layer], grids[tap.layer], batch)
-                capture = partial(self._capture_inner, tap, destination, [])
-                for module in tap.modules:
-                    if tap.side == "input":
+            for point in self._hook_points:
+                destination = (captured[point.layer], grids[point.layer], batch)
+                capture = partial(self._capture_inner, point, destination, [])
+                for module in point.modules:
+                    if point.side == "input":
                         handles.append(module.register_forward_pre_hook(capture))
                     else:
                         handles.append(module.register_forward_hook(capture))
@@ -425,7 +427,7 @@ class FeatureExtractor:
         (features, grid, batch), output = destination, arguments[-1]
         tokens = self.encoder.num_prefix_tokens + grid[0] * grid[1]
         if output.shape[:2] != (batch, tokens):
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"block {layer} of {self.encoder.name} computes queries, keys and values in "
                 "windows or before pooling, expected them for every token that the block returns",
                 hint=_TOKENS,
@@ -436,42 +438,42 @@ class FeatureExtractor:
 
     def _capture_inner(
         self,
-        tap: "_Tap",
+        point: "_HookPoint",
         destination: _Destination,
         called: list[nn.Module],
         module: nn.Module,
         *arguments: Any,
     ) -> None:
         if module in called:
-            raise UnfitEncoder(
-                f"{self.encoder.name} calls {tap.name} more than once in a forward pass, "
+            raise UnsupportedEncoderError(
+                f"{self.encoder.name} calls {point.name} more than once in a forward pass, "
                 "expected one call. Choose another facet"
             )
         called.append(module)
         if len(called) > 1:
             return
-        value = arguments[-1] if tap.side == "output" else next(iter(arguments[0]), None)
+        value = arguments[-1] if point.side == "output" else next(iter(arguments[0]), None)
         if not isinstance(value, Tensor):
-            raise UnfitEncoder(
-                f"{tap.name} of {self.encoder.name} returns a {type(value).__name__}, expected "
+            raise UnsupportedEncoderError(
+                f"{point.name} of {self.encoder.name} returns a {type(value).__name__}, expected "
                 "one tensor. Choose another facet"
             )
         features, grid, batch = destination
         possible = _find_layouts(value.shape, batch, grid, self.encoder.num_prefix_tokens)
-        layout = self._layouts.get((tap.layer, tap.facet), next(iter(possible), None))
+        layout = self._layouts.get((point.layer, point.facet), next(iter(possible), None))
         if layout is None or layout not in possible:
-            raise UnfitEncoder(
-                f"{tap.facet} of block {tap.layer} of {self.encoder.name} has the shape "
+            raise UnsupportedEncoderError(
+                f"{point.facet} of block {point.layer} of {self.encoder.name} has the shape "
                 f"{tuple(value.shape)} for {batch} images of {grid[0]} x {grid[1]} patches, "
                 "expected tokens (batch, tokens, channels) or a map of patches"
             )
-        self._layouts[tap.layer, tap.facet] = layout
+        self._layouts[point.layer, point.facet] = layout
         if layout == "tokens":
-            value = self._arrange(tap.layer, value[:, value.shape[1] - grid[0] * grid[1] :], grid)
+            value = self._arrange(point.layer, value[:, value.shape[1] - grid[0] * grid[1] :], grid)
         elif layout == "channels_first":
             value = value.permute(0, 2, 3, 1)
         # The tensor is copied, because later modules of the block may modify it in place.
-        features[tap.facet] = value.float().clone()
+        features[point.facet] = value.float().clone()
 
     def _patches(
         self, layer: int, tokens: Float[Tensor, "batch tokens width"], grid: Grid
@@ -501,16 +503,16 @@ def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
             f"got {', '.join(unknown) or 'none'}"
         )
     if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
-        raise UnfitEncoder(f"{encoder.name} has no [CLS] token", hint=_TOKENS)
+        raise UnsupportedEncoderError(f"{encoder.name} has no [CLS] token", hint=_TOKENS)
     if REGISTERS in facets and not encoder.num_registers:
-        raise UnfitEncoder(f"{encoder.name} has no registers", hint=_TOKENS)
+        raise UnsupportedEncoderError(f"{encoder.name} has no registers", hint=_TOKENS)
     last = encoder.width(encoder.depth - 1)
     narrow = [layer for layer in layers if encoder.width(layer) != last]
     has_norm = not isinstance(encoder.module.get_submodule("norm"), nn.Identity)
     if narrow and has_norm and {"token_normed", "cls_normed"} & set(facets):
         wide = [str(layer) for layer in range(encoder.depth) if encoder.width(layer) == last]
         block_list = ",".join(wide)
-        raise UnfitEncoder(
+        raise UnsupportedEncoderError(
             f"block {narrow[0]} of {encoder.name} has width {encoder.width(narrow[0])}, but the "
             f"final norm has width {last}",
             hint=("--layer", block_list, "or", "--facet", "token"),
@@ -534,7 +536,7 @@ def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Tap:
+class _HookPoint:
     """Position in one block at which a hook captures a facet (kind of feature).
 
     Attributes:
@@ -553,11 +555,11 @@ class _Tap:
     side: Literal["input", "output"]
 
 
-def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
+def _find_hook_point(encoder: Encoder, layer: int, facet: Facet) -> _HookPoint:
     """Return the position in a block at which a facet (kind of feature) is captured.
 
     Raises:
-        UnfitEncoder: The block does not have this facet.
+        UnsupportedEncoderError: The block does not have this facet.
     """
     block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
     parts = dict(block.named_modules())
@@ -569,22 +571,22 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
             while parent not in parts:
                 parent = parent.rpartition(".")[0]
             where = f"blocks.{layer}.{parent}".rstrip(".")
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{encoder.name} has no submodule blocks.{layer}.{path} (submodules of {where}: "
                 f"{_list_children(list(parts), parent)})",
                 hint=join_alternatives(
                     *[(f"probe.facet=blocks.*.{escape_braces(part)}",) for part in similar]
                 ),
             )
-        return _Tap(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
+        return _HookPoint(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
     modules, side = _find_modules(parts, facet)
     if not modules:
-        raise UnfitEncoder(
+        raise UnsupportedEncoderError(
             f"block {layer} of {encoder.name} has no {facet} (its submodules: "
             f"{_list_children(list(parts), '')})",
             hint=("probe.facet=blocks.*.{name}", "or", "probe.facet=token"),
         )
-    return _Tap(layer, facet, f"{facet} of block {layer}", modules, side)
+    return _HookPoint(layer, facet, f"{facet} of block {layer}", modules, side)
 
 
 def _find_modules(
@@ -721,7 +723,7 @@ def pad_to_patch(
 
 
 def central_square(
-    image: UInt8[np.ndarray, "height width 3"], size: int, *, share: float
+    image: UInt8[np.ndarray, "height width 3"], size: int, *, crop_share: float
 ) -> UInt8[Tensor, "3 {size} {size}"]:
     """Resize an image by bicubic interpolation with antialiasing, and crop the central square.
 
@@ -731,10 +733,11 @@ def central_square(
     Args:
         image: RGB image with values from 0 to 255.
         size: Side of the output in pixels.
-        share: Ratio of the square's side to the shorter side of the image, in (0, 1]. For example,
-            if `share` is 0.875 and `size` is 224, the shorter side is resized to 256 pixels.
+        crop_share: Ratio of the square's side to the shorter side of the image, in (0, 1]. For
+            example, if `crop_share` is 0.875 and `size` is 224, the shorter side is resized to 256
+            pixels.
     """
-    sides, short = image.shape[:2], max(size, round(size / share))
+    sides, short = image.shape[:2], max(size, round(size / crop_share))
     scaled = [short * side // min(sides) for side in sides]
     first = [round((side - size) / 2) for side in scaled]
     # With `box`, the filter reads pixels outside of the square, as if the whole image were resized.

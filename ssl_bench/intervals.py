@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Integer, Shaped
 
-from ssl_bench.scores import iou_from_counts, mean_without_nan, pixel_accuracy
+from ssl_bench.scores import iou_from_counts, nanmean, pixel_accuracy
 
 Interval = tuple[float, float]
 _PerImage = Shaped[np.ndarray, "images *values"]
@@ -24,7 +24,7 @@ FEW_IMAGES = 60
 
 _TAIL = 0.025
 
-SIGNIFICANT = 2 * _TAIL
+SIGNIFICANCE_LEVEL = 2 * _TAIL
 """Significance level. If p is below this level, the 95 % interval of a difference excludes 0."""
 
 _DRAWS, _DRAWS_AT_ONCE = 1000, 50
@@ -46,16 +46,16 @@ class Estimate(Protocol):
         """
         ...
 
-    def difference_ci95(self, first: Any) -> Interval | None:
-        """Return the 95 % confidence interval of the difference `self` minus `first`.
+    def difference_ci95(self, other: Any) -> Interval | None:
+        """Return the 95 % confidence interval of the difference `self` minus `other`.
 
         Both scores must be computed on the same images. The result is None if the interval cannot
         be computed.
         """
         ...
 
-    def difference_p(self, first: Any) -> float:
-        """Return the two-sided p-value of the difference `self` minus `first`.
+    def difference_p(self, other: Any) -> float:
+        """Return the two-sided p-value of the difference `self` minus `other`.
 
         It is the smallest significance level at which the confidence interval of the difference
         excludes 0. It is NaN if the difference has no interval.
@@ -64,7 +64,7 @@ class Estimate(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class Proportion:
     """A metric that is the percentage of images with a correct result (hits).
 
     Its confidence intervals are computed as for a proportion.
@@ -91,8 +91,8 @@ class Share:
         high = betaincinv(hits + 1, misses, 1 - _TAIL) if misses else 1.0
         return 100.0 * float(low), 100.0 * float(high)
 
-    def difference_ci95(self, first: "Share") -> Interval:
-        """Return the adjusted Wald interval of the difference `self` minus `first`, in percent.
+    def difference_ci95(self, other: "Proportion") -> Interval:
+        """Return the adjusted Wald interval of the difference `self` minus `other`, in percent.
 
         Both percentages must be computed on the same images, so the two proportions are paired.
 
@@ -100,25 +100,25 @@ class Share:
         """
         from scipy.special import ndtri
 
-        difference, error = self._difference(first)
+        difference, error = self._difference(other)
         center, margin = 100.0 * difference, -100.0 * float(ndtri(_TAIL) * error)
         return max(center - margin, -100.0), min(center + margin, 100.0)
 
-    def difference_p(self, first: "Share") -> float:
+    def difference_p(self, other: "Proportion") -> float:
         from scipy.special import ndtr
 
-        difference, error = self._difference(first)
+        difference, error = self._difference(other)
         return 2 * float(ndtr(-abs(difference) / error))
 
-    def _difference(self, first: "Share") -> tuple[float, float]:
-        """Return the difference of the proportions `self` minus `first`, and its standard error.
+    def _difference(self, other: "Proportion") -> tuple[float, float]:
+        """Return the difference of the proportions `self` minus `other`, and its standard error.
 
         The adjusted Wald interval requires that two artificial images are added to the sample. One
-        is a hit only for `self`, and the other is a hit only for `first`.
+        is a hit only for `self`, and the other is a hit only for `other`.
         """
         total = len(self.hits) + 2
-        gained = (int((self.hits & ~first.hits).sum()) + 1) / total
-        lost = (int((~self.hits & first.hits).sum()) + 1) / total
+        gained = (int((self.hits & ~other.hits).sum()) + 1) / total
+        lost = (int((~self.hits & other.hits).sum()) + 1) / total
         return gained - lost, np.sqrt((gained + lost - (gained - lost) ** 2) / total)
 
 
@@ -129,21 +129,21 @@ class _StudentT:
     half of the width of the confidence interval, or NaN if there is no interval.
     """
 
-    def difference_ci95(self: Any, first: Any) -> Interval | None:
-        """Return the 95 % confidence interval of the difference `self` minus `first`.
+    def difference_ci95(self: Any, other: Any) -> Interval | None:
+        """Return the 95 % confidence interval of the difference `self` minus `other`.
 
         Both scores must be computed on the same images. If both are biased in the same direction,
         most of the bias cancels.
         """
-        difference = self._subtract(first)
+        difference = self._subtract(other)
         return _clip_interval(
             difference.value - difference.margin, difference.value + difference.margin, least=-100.0
         )
 
-    def difference_p(self: Any, first: Any) -> float:
+    def difference_p(self: Any, other: Any) -> float:
         from scipy.special import stdtr, stdtrit
 
-        difference, others = self._subtract(first), self.num_images - 1
+        difference, others = self._subtract(other), self.num_images - 1
         if math.isnan(difference.margin):
             return math.nan
         t = stdtrit(others, _TAIL) * abs(difference.value) / difference.margin
@@ -185,8 +185,8 @@ class Jackknife(_StudentT):
     def num_images(self) -> int:
         return len(self.leave_one_out)
 
-    def _subtract(self, first: "Jackknife") -> "Jackknife":
-        return Jackknife(self.value - first.value, self.leave_one_out - first.leave_one_out)
+    def _subtract(self, other: "Jackknife") -> "Jackknife":
+        return Jackknife(self.value - other.value, self.leave_one_out - other.leave_one_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,9 +263,9 @@ class Bootstrap(_StudentT):
         low, high = 100 * expit(logit(share) + margin * np.array([-1, 1]))
         return float(low), float(high)
 
-    def _subtract(self, first: "Bootstrap") -> "Bootstrap":
-        scores = self.sample_scores - first.sample_scores
-        return Bootstrap(self.value - first.value, scores, self.num_images)
+    def _subtract(self, other: "Bootstrap") -> "Bootstrap":
+        scores = self.sample_scores - other.sample_scores
+        return Bootstrap(self.value - other.value, scores, self.num_images)
 
 
 def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
@@ -302,9 +302,9 @@ def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> Mea
     iou = iou_from_counts(correct.sum(0), union.sum(0))
     leave_one_out = iou_from_counts(correct.sum(0) - correct, union.sum(0) - union)
     return MeanIoU(
-        value=float(mean_without_nan(iou)),
-        leave_one_out=mean_without_nan(leave_one_out),
-        over_true_classes=float(mean_without_nan(iou[true.sum(0) > 0])),
+        value=float(nanmean(iou)),
+        leave_one_out=nanmean(leave_one_out),
+        over_true_classes=float(nanmean(iou[true.sum(0) > 0])),
     )
 
 

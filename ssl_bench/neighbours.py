@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssl_bench.composition.fields import Engine
 from ssl_bench.errors import MachineError
-from ssl_bench.system.device import power_of_two, to_float64
+from ssl_bench.system.device import floor_to_power_of_two, to_float64
 
 # Number of similarities in memory at a time. They take 0.25 GiB.
 _MAX_SIMILARITIES = 2**26
@@ -27,7 +27,7 @@ _VOTE_QUERIES = 4096
 # If all query vectors together have fewer entries than this, the matrix product is faster, because
 # faiss does not process so few queries in blocks.
 _FAISS_MIN_ENTRIES = 2**17
-# If there are at least this many memory vectors for each candidate, faiss is faster than the
+# If there are at least this many database vectors for each candidate, faiss is faster than the
 # matrix product.
 _FAISS_MIN_RATIO = 256
 # Number of candidates beyond the requested neighbours. Rounding then rarely excludes a neighbour.
@@ -53,7 +53,7 @@ class LabelledFeatures:
 
 def knn_ranks(
     queries: LabelledFeatures,
-    bank: LabelledFeatures,
+    train: LabelledFeatures,
     *,
     num_classes: int,
     neighbours: Sequence[int],
@@ -71,7 +71,7 @@ def knn_ranks(
 
     Args:
         queries: Features and true classes of the images to classify.
-        bank: Features and classes of the training images.
+        train: Features and classes of the training images.
         num_classes: Number of classes.
         neighbours: Numbers of neighbours k, at most the number of training images.
         temperature: A smaller value gives the nearest images more weight.
@@ -84,15 +84,15 @@ def knn_ranks(
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
     In that code, tied classes and classes without votes are in arbitrary order.
     """
-    memory, by_part = unit_vectors(bank.features.float()), []
+    database, by_part = unit_vectors(train.features.float()), []
     for start in range(0, len(queries.labels), _VOTE_QUERIES):
-        some = unit_vectors(queries.features[start : start + _VOTE_QUERIES].float())
-        similarities, index = nearest_vectors(some, memory, max(neighbours), engine=engine)
+        chunk = unit_vectors(queries.features[start : start + _VOTE_QUERIES].float())
+        similarities, index = nearest_vectors(chunk, database, max(neighbours), engine=engine)
         # Similarities are relative to the nearest image, so exp never overflows.
         votes = torch.exp(to_float64(similarities - similarities[:, :1]) / temperature)
         # A vote that underflows to 0 would turn a neighbour's class into a class without votes.
         votes = votes.clamp(min=torch.finfo(votes.dtype).tiny)
-        labels = bank.labels[index].to(votes.device)
+        labels = train.labels[index].to(votes.device)
         true = queries.labels[start : start + _VOTE_QUERIES].to(votes.device)
         ranks = [vote_rank(votes[:, :k], labels[:, :k], true, num_classes) for k in neighbours]
         by_part.append(torch.stack(ranks))
@@ -107,7 +107,7 @@ def unit_vectors(vectors: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some di
     of float32. Also, `F.normalize` would divide very short vectors by 1e-12 instead of their norm.
     """
     largest = vectors.abs().amax(-1, keepdim=True)
-    return F.normalize(vectors / power_of_two(largest), dim=-1)
+    return F.normalize(vectors / floor_to_power_of_two(largest), dim=-1)
 
 
 def zero_vectors_warning(unit: Float[Tensor, "vectors dim"]) -> list[str]:
@@ -145,11 +145,11 @@ def vote_rank(
 
 def nearest_vectors(
     queries: Float[Tensor, "queries dim"],
-    memory: Float[Tensor, "memory dim"],
-    count: int,
+    database: Float[Tensor, "database dim"],
+    k: int,
     *,
     engine: Engine = "auto",
-) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
+) -> tuple[Float[Tensor, "queries {k}"], Int64[Tensor, "queries {k}"]]:
     """Return cosine similarities and indices of the nearest vectors to each query, nearest first.
 
     If similarities are equal, the vector with the lower index comes first. The result does not
@@ -159,30 +159,30 @@ def nearest_vectors(
 
     Args:
         queries: Unit vectors in float32.
-        memory: Unit vectors in float32 to search. There must be at least `count` of them.
-        count: Number of neighbours of each query.
+        database: Unit vectors in float32 to search. There must be at least `k` of them.
+        k: Number of neighbours of each query.
         engine: "faiss", "torch" for a matrix product, or "auto" for the engine that was faster in
             measurements with such numbers of vectors.
 
     Raises:
         MachineError: The vectors are on a GPU, the engine is "faiss", and faiss has no GPU kernels.
     """
-    if not _should_use_faiss(queries, memory, count, engine):
-        return _nearest_by_product(queries, memory, count)
+    if not _should_use_faiss(queries, database, k, engine):
+        return _nearest_by_product(queries, database, k)
     by_block = []
     # The parts have nearly equal sizes, because small products are slow and round differently.
-    for some in queries.tensor_split(max(1, len(queries) // _FAISS_QUERIES)):
-        similarities, candidates = faiss_nearest(some, memory, count + _EXTRA_CANDIDATES)
-        parts = max(1, len(some) // _RERANK_QUERIES)
-        split = [x.tensor_split(parts) for x in (some, similarities[:, -1], candidates)]
+    for chunk in queries.tensor_split(max(1, len(queries) // _FAISS_QUERIES)):
+        similarities, candidates = faiss_nearest(chunk, database, k + _EXTRA_CANDIDATES)
+        parts = max(1, len(chunk) // _RERANK_QUERIES)
+        split = [x.tensor_split(parts) for x in (chunk, similarities[:, -1], candidates)]
         for block, farthest, proposed in zip(*split, strict=True):
-            by_block.append(_rerank(block, farthest, proposed, memory, count))
+            by_block.append(_rerank(block, farthest, proposed, database, k))
     return _concatenate(by_block)
 
 
 def faiss_nearest(
-    queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], count: int
-) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
+    queries: Float[Tensor, "queries dim"], database: Float[Tensor, "database dim"], k: int
+) -> tuple[Float[Tensor, "queries {k}"], Int64[Tensor, "queries {k}"]]:
     """Find the nearest vectors with faiss. Return similarities and indices, nearest first.
 
     The similarity is the inner product. Equally near vectors have an arbitrary order. Contiguous
@@ -190,8 +190,8 @@ def faiss_nearest(
 
     Args:
         queries: Vectors in float32 whose neighbours are searched.
-        memory: Vectors in float32 to search.
-        count: Number of neighbours of each query.
+        database: Vectors in float32 to search.
+        k: Number of neighbours of each query.
 
     Raises:
         MachineError: The vectors are on a GPU and faiss has no GPU kernels.
@@ -199,16 +199,16 @@ def faiss_nearest(
     # faiss is imported after torch. In the opposite order, their OpenMP libraries clash.
     import faiss
 
-    queries, memory = queries.contiguous(), memory.contiguous()
-    if memory.device.type == "cpu":
+    queries, database = queries.contiguous(), database.contiguous()
+    if database.device.type == "cpu":
         product = faiss.METRIC_INNER_PRODUCT
-        values, index = faiss.knn(queries.numpy(), memory.numpy(), count, metric=product)
+        values, index = faiss.knn(queries.numpy(), database.numpy(), k, metric=product)
         return torch.from_numpy(values), torch.from_numpy(index)
-    return _faiss_nearest_on_gpu(faiss, queries, memory, count)
+    return _faiss_nearest_on_gpu(faiss, queries, database, k)
 
 
 def prefers_faiss(
-    queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], engine: Engine
+    queries: Float[Tensor, "queries dim"], database: Float[Tensor, "database dim"], engine: Engine
 ) -> bool:
     """Return whether the setting `engine` selects faiss for these vectors.
 
@@ -216,33 +216,33 @@ def prefers_faiss(
 
     Args:
         queries: Vectors whose neighbours are searched.
-        memory: Vectors to search.
+        database: Vectors to search.
         engine: Setting of the user: "auto", "faiss" or "torch".
     """
-    is_faster = memory.device.type == "cpu" and queries.numel() >= _FAISS_MIN_ENTRIES
+    is_faster = database.device.type == "cpu" and queries.numel() >= _FAISS_MIN_ENTRIES
     return engine == "faiss" or (engine == "auto" and is_faster)
 
 
-def nearest(
-    similarities: Float[Tensor, "rows columns"], count: int
-) -> tuple[Float[Tensor, "rows {count}"], Int64[Tensor, "rows {count}"]]:
+def stable_topk(
+    similarities: Float[Tensor, "rows columns"], k: int
+) -> tuple[Float[Tensor, "rows {k}"], Int64[Tensor, "rows {k}"]]:
     """Return the largest values of each row and their column indices, largest value first.
 
     If values are equal, the value with the lower column index comes first.
     """
-    values, index = similarities.topk(count)
+    values, index = similarities.topk(k)
     # topk selects arbitrarily among equal values. Rows with a tie between selected and unselected
     # values are therefore sorted in full.
-    is_tied = (similarities >= values[:, -1:]).sum(1) > count
+    is_tied = (similarities >= values[:, -1:]).sum(1) > k
     if is_tied.any():
         ordered = similarities[is_tied].sort(dim=1, descending=True, stable=True)
-        values[is_tied], index[is_tied] = ordered.values[:, :count], ordered.indices[:, :count]
+        values[is_tied], index[is_tied] = ordered.values[:, :k], ordered.indices[:, :k]
     index, order = index.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     return values, index.gather(1, order)
 
 
-def _should_use_faiss(queries: Tensor, memory: Tensor, count: int, engine: Engine) -> bool:
+def _should_use_faiss(queries: Tensor, database: Tensor, k: int, engine: Engine) -> bool:
     """Return whether to search with faiss instead of a matrix product.
 
     faiss is not used if it cannot run, or if its neighbours could differ from those of a matrix
@@ -250,24 +250,24 @@ def _should_use_faiss(queries: Tensor, memory: Tensor, count: int, engine: Engin
 
     Args:
         queries: Vectors whose neighbours are searched.
-        memory: Vectors to search.
-        count: Number of neighbours of each query.
+        database: Vectors to search.
+        k: Number of neighbours of each query.
         engine: Setting of the user: "auto", "faiss" or "torch".
     """
-    on_gpu, candidates = memory.device.type != "cpu", count + _EXTRA_CANDIDATES
-    if candidates >= len(memory) or (on_gpu and candidates > _FAISS_MAX_ON_GPU):
+    on_gpu, candidates = database.device.type != "cpu", k + _EXTRA_CANDIDATES
+    if candidates >= len(database) or (on_gpu and candidates > _FAISS_MAX_ON_GPU):
         return False
     # Matrix products with few rows round differently, so the engines would disagree.
-    if len(queries) < _RERANK_QUERIES or not prefers_faiss(queries, memory, engine):
+    if len(queries) < _RERANK_QUERIES or not prefers_faiss(queries, database, engine):
         return False
-    return engine == "faiss" or _FAISS_MIN_RATIO * candidates <= len(memory)
+    return engine == "faiss" or _FAISS_MIN_RATIO * candidates <= len(database)
 
 
 def _nearest_by_product(
-    queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], count: int
-) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
-    rows = max(1, _MAX_SIMILARITIES // len(memory))
-    return _concatenate([nearest(some @ memory.T, count) for some in queries.split(rows)])
+    queries: Float[Tensor, "queries dim"], database: Float[Tensor, "database dim"], k: int
+) -> tuple[Float[Tensor, "queries {k}"], Int64[Tensor, "queries {k}"]]:
+    rows = max(1, _MAX_SIMILARITIES // len(database))
+    return _concatenate([stable_topk(chunk @ database.T, k) for chunk in queries.split(rows)])
 
 
 def _concatenate(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -276,12 +276,12 @@ def _concatenate(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 
 
 def _rerank(
-    queries: Float[Tensor, "some dim"],
-    farthest: Float[Tensor, " some"],
-    candidates: Int64[Tensor, "some candidates"],
-    memory: Float[Tensor, "memory dim"],
-    count: int,
-) -> tuple[Float[Tensor, "some {count}"], Int64[Tensor, "some {count}"]]:
+    queries: Float[Tensor, "chunk dim"],
+    farthest: Float[Tensor, " chunk"],
+    candidates: Int64[Tensor, "chunk candidates"],
+    database: Float[Tensor, "database dim"],
+    k: int,
+) -> tuple[Float[Tensor, "chunk {k}"], Int64[Tensor, "chunk {k}"]]:
     """Return the nearest neighbours among the candidates that faiss proposed.
 
     If a neighbour may be missing from the candidates, all vectors are searched instead.
@@ -289,24 +289,24 @@ def _rerank(
     Args:
         queries: Unit vectors whose neighbours are searched.
         farthest: Similarity of each query to its least similar candidate, as faiss computed it.
-        candidates: Indices of each query's candidates in `memory`.
-        memory: Unit vectors to search.
-        count: Number of neighbours of each query.
+        candidates: Indices of each query's candidates in `database`.
+        database: Unit vectors to search.
+        k: Number of neighbours of each query.
 
     Returns:
-        Cosine similarities and indices in `memory`, nearest first.
+        Cosine similarities and indices in `database`, nearest first.
     """
     columns = candidates.unique()
-    values, index = nearest(queries @ memory[columns].T, count)
+    values, index = stable_topk(queries @ database[columns].T, k)
     # Both engines round, so this is twice the rounding error of a sum of `dim` products.
-    rounding = 1.01 * memory.shape[1] * torch.finfo(torch.float32).eps
+    rounding = 1.01 * database.shape[1] * torch.finfo(torch.float32).eps
     if bool((values[:, -1] > farthest + rounding).all()):
         return values, columns[index]
-    return _nearest_by_product(queries, memory, count)
+    return _nearest_by_product(queries, database, k)
 
 
 def _faiss_nearest_on_gpu(
-    faiss: Any, queries: Tensor, memory: Tensor, count: int
+    faiss: Any, queries: Tensor, database: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     if not (hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus()):
         raise MachineError(
@@ -315,11 +315,9 @@ def _faiss_nearest_on_gpu(
         )
     # After this import, faiss accepts and returns torch tensors, and uses torch's CUDA stream.
     importlib.import_module("faiss.contrib.torch_utils")
-    product, device = faiss.METRIC_INNER_PRODUCT, memory.device.index or 0
+    product, device = faiss.METRIC_INNER_PRODUCT, database.device.index or 0
     with torch.cuda.device(device):
-        return faiss.knn_gpu(
-            _gpu_resources(), queries, memory, count, metric=product, device=device
-        )
+        return faiss.knn_gpu(_gpu_resources(), queries, database, k, metric=product, device=device)
 
 
 @cache

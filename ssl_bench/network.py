@@ -20,9 +20,9 @@ from ssl_bench.system.output import bar_class
 
 # Time limit in seconds for the first answer of a server. It is long enough for a slow connection.
 # Without internet access, commands still fail within 5 s.
-REACH_SECONDS = 3.0
+CONNECT_TIMEOUT = 3.0
 # Time limit in seconds for each further part of a response, while a file is downloaded.
-STALL_SECONDS = 60.0
+READ_TIMEOUT = 60.0
 _CHUNK_BYTES = 2**18
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Environment variables of huggingface_hub that forbid internet access.
@@ -137,16 +137,16 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
         try:
             # `urlopen` always uses the proxies of its first call. A new opener reads them again.
             opener = urllib.request.build_opener()
-            answers.put(opener.open(request, timeout=STALL_SECONDS))
+            answers.put(opener.open(request, timeout=READ_TIMEOUT))
         except (OSError, ValueError, http.client.HTTPException) as error:
             answers.put(error)
 
     # A thread sends the request, because the timeout of a socket does not cover name resolution.
     Thread(target=wait, daemon=True).start()
     try:
-        answer = answers.get(timeout=REACH_SECONDS)
+        answer = answers.get(timeout=CONNECT_TIMEOUT)
     except Empty:
-        answer = TimeoutError(f"no answer within {REACH_SECONDS:g} s")
+        answer = TimeoutError(f"no answer within {CONNECT_TIMEOUT:g} s")
     if isinstance(answer, urllib.error.HTTPError):
         raise answer
     if isinstance(answer, Exception):

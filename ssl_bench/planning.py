@@ -14,9 +14,9 @@ from ssl_bench.composition.compose import (
     build,
     changed_settings,
     choice_group,
-    component_class,
     config_to_yaml,
     has_key,
+    import_component,
     list_keys,
     list_protocols,
     load_protocol_file,
@@ -39,20 +39,20 @@ from ssl_bench.data.splits import (
     read_shared_values,
 )
 from ssl_bench.errors import (
-    BrokenFile,
+    BrokenFileError,
     ConfigurationError,
     DataError,
-    UnreadableImage,
+    UnreadableImageError,
     broken_file_error,
     escape_braces,
     join_alternatives,
 )
-from ssl_bench.evaluation import SIZE_FIELDS, Evaluation, FeatureCache, Probe, fit_size
+from ssl_bench.evaluation import SIZE_FIELDS, Evaluation, FeatureCache, Probe, adapt_image_size
 from ssl_bench.layers import select_layers
 from ssl_bench.models import Encoder, EncoderIdentity
-from ssl_bench.request import BATCH_SIZES, ProbeRequest, probing_config
+from ssl_bench.request import BATCH_SIZE_KEYS, ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 
 _PROTOCOL, _PICTURES = "probe.protocol", "probe.panels"
 _Pair = tuple[str, str]
@@ -66,7 +66,8 @@ class PlannedProbe:
     Attributes:
         probe: The probe, not yet adapted to an encoder.
         dataset: The dataset, whose files have not been read yet.
-        choice: Name of the task, such as "knn", and name of the dataset, such as "voc2012".
+        task_and_dataset: Name of the task, such as "knn", and name of the dataset, such as
+            "voc2012".
         overrides: KEY=VALUE settings that apply to this probe and this dataset.
         root: Folder of the dataset.
         allow_overlap: Whether scored images may also be training images.
@@ -78,7 +79,7 @@ class PlannedProbe:
     dataset: Dataset
     seed: int
     dtype: DType
-    choice: _Pair
+    task_and_dataset: _Pair
     overrides: tuple[str, ...]
     root: str | None
     allow_overlap: bool
@@ -96,11 +97,12 @@ class PlannedProbe:
             DataError: A split is incomplete, or scored images are also training images although
                 `allow_overlap` is False.
         """
-        scored, training = self.probe.split(self.dataset), self.probe.training_images(self.dataset)
+        scored = self.probe.scored_images(self.dataset)
+        training = self.probe.training_images(self.dataset)
         if training is not None:
             count_shared_files(training, scored, allowed=self.allow_overlap)
 
-    def fit_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
+    def adapt_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
         """Return a copy of the probe that is adapted to the encoder and the dataset.
 
         For example, its image size becomes a multiple of the patch size, and facets (kinds of
@@ -108,35 +110,35 @@ class PlannedProbe:
 
         Raises:
             ConfigurationError: The encoder does not accept an image size that the user set.
-            UnfitEncoder: The probe cannot score this encoder.
+            UnsupportedEncoderError: The probe cannot score this encoder.
         """
-        probe: Any = self.probe.adapt_to_images(self.dataset, self.chosen_fields)
+        probe: Any = self.probe.adapt_to_dataset(self.dataset, self.chosen_fields)
         facets = [probe.facet] if isinstance(probe.facet, str) else list(probe.facet or ())
         available = list(dict.fromkeys(encoder.fallback_facets.get(name, name) for name in facets))
         if available != facets and "facet" not in self.chosen_fields:
             probe = replace(probe, facet=available[0] if len(available) == 1 else available)
-        probe.require_fitting(encoder)
-        return fit_size(probe, encoder, self.chosen_fields)
+        probe.check_encoder(encoder)
+        return adapt_image_size(probe, encoder, self.chosen_fields)
 
-    def find_served_probes(
-        self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
+    def find_precomputable(
+        self, later_probes: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
     ) -> list[Probe]:
         """Return the later probes that can reuse encoder outputs of this probe.
 
         These are the probes with the same dataset, precision and seed as this probe, for which the
-        method `Probe.serves` of this probe returns True.
+        method `Probe.can_precompute_for` of this probe returns True.
 
         Args:
-            later: Planned probes that run after this one.
+            later_probes: Planned probes that run after this one.
             encoder: The encoder. The returned probes are adapted to it.
         """
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
-        for other in later:
+        for other in later_probes:
             has_same_inputs = (other.dataset, other.dtype, other.seed) == inputs
-            if has_same_inputs and self.probe.serves(other.probe):
+            if has_same_inputs and self.probe.can_precompute_for(other.probe):
                 # If a later probe does not fit, the error is reported when that probe runs.
                 with suppress(ConfigurationError):
-                    probes.append(other.fit_to(encoder))
+                    probes.append(other.adapt_to(encoder))
         return probes
 
     def shares_features_with(self, other: "PlannedProbe") -> bool:
@@ -157,10 +159,10 @@ class PlannedProbe:
         the user or the dataset has already set.
         """
         plan: list[PlannedProbe] = []
-        for name in self.probe.further_protocols:
+        for name in self.probe.secondary_protocols:
             if self.chosen_fields.isdisjoint(load_protocol_file(self.probe, name)):
                 overrides = (*self.overrides, f"{_PROTOCOL}={name}")
-                config = probing_config(*self.choice, overrides, self.root)
+                config = probing_config(*self.task_and_dataset, overrides, self.root)
                 plan.append(replace(self, probe=build(config, "probe"), overrides=overrides))
         return plan
 
@@ -208,18 +210,18 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
         for pair in pairs
     ]
     plan = _select_supported(plan, request)
-    planned_tasks = {planned.choice[0] for planned in plan}
+    planned_tasks = {planned.task_and_dataset[0] for planned in plan}
     for override, tasks in ignored_by.items():
         if ignoring := sorted(tasks & planned_tasks):
-            say(f"{override} is ignored by {', '.join(ignoring)}")
+            print_message(f"{override} is ignored by {', '.join(ignoring)}")
     if request.all_tasks:
         plan = [one for planned in plan for one in (planned, *planned.plan_secondary_protocols())]
-        if slow := sorted({planned.probe.task for planned in plan if planned.probe.takes_long}):
-            say(f"slow tasks run last: {', '.join(slow)}")
+        if slow := sorted({planned.probe.task for planned in plan if planned.probe.is_slow}):
+            print_message(f"slow tasks run last: {', '.join(slow)}")
 
     def order(planned: PlannedProbe) -> tuple[int, bool, str]:
-        dataset = request.datasets.index(planned.choice[1])
-        return dataset, planned.probe.takes_long, planned.probe.role
+        dataset = request.datasets.index(planned.task_and_dataset[1])
+        return dataset, planned.probe.is_slow, planned.probe.role
 
     return sorted(plan, key=order)
 
@@ -236,11 +238,11 @@ def require_images(plan: Sequence[PlannedProbe]) -> None:
         DataError: A split is incomplete, or scored images are also training images although this
             is not allowed.
     """
-    for planned in open_datasets_once(plan):
+    for planned in share_datasets(plan):
         planned.require_images()
 
 
-def open_datasets_once(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
+def share_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
     """Return copies of planned probes that share datasets with cached splits.
 
     Each split is then opened only once, even if several probes use it.
@@ -257,10 +259,10 @@ def evaluate(
     layers: str | int | Sequence[int],
     device: torch.device,
     overwrite: bool = False,
-    skip_unfit: bool = False,
+    skip_unsupported: bool = False,
     allow_none: bool = False,
     features: FeatureCache | None = None,
-    later: Sequence[PlannedProbe] = (),
+    later_probes: Sequence[PlannedProbe] = (),
 ) -> list[Record]:
     """Evaluate an encoder with all planned probes, and return one record for each result.
 
@@ -273,21 +275,21 @@ def evaluate(
         layers: Block indices, 0-based, such as "all", "0,5,11" or -1.
         device: Device of the computation.
         overwrite: Compute finished results again.
-        skip_unfit: Leave out probes that cannot score this encoder or dataset, or whose code cannot
-            be imported. A message is printed for each of them.
+        skip_unsupported: Leave out probes that cannot score this encoder or dataset, or whose code
+            cannot be imported. A message is printed for each of them.
         allow_none: Return an empty list if all probes are left out, instead of raising an error.
         features: Cache of features that earlier calls computed.
-        later: Planned probes of later calls with the same encoder and blocks. Probes of this call
-            may also compute encoder outputs for them, to save forward passes.
+        later_probes: Planned probes of later calls with the same encoder and blocks. Probes of this
+            call may also compute encoder outputs for them, to save forward passes.
     """
     records, left_out = list[Record](), list[str]()
     features = FeatureCache() if features is None else features
     for number, planned in enumerate(plan, start=1):
         count = f"{number} of {len(plan)}: " if len(plan) > 1 else ""
-        following = [*plan[number:], *later]
+        following = [*plan[number:], *later_probes]
         try:
             indices = select_layers(planned.probe.facet_spec, layers, encoder.depth)
-            probe = planned.fit_to(encoder)
+            probe = planned.adapt_to(encoder)
             _log_adaptations(planned, probe, encoder)
             changed = changed_settings(probe)
             if "image_size" not in planned.chosen_fields or not encoder.dynamic_image_size:
@@ -305,23 +307,23 @@ def evaluate(
                 allow_overlap=planned.allow_overlap,
             ).run(
                 store,
-                say=lambda line, count=count: say(count + line),
+                say=lambda line, count=count: print_message(count + line),
                 overwrite=overwrite,
                 features=features,
-                share=any(map(planned.shares_features_with, following)),
-                later=planned.find_served_probes(following, encoder),
+                keep_features=any(map(planned.shares_features_with, following)),
+                later_probes=planned.find_precomputable(following, encoder),
             )
-        except UnreadableImage as error:
+        except UnreadableImageError as error:
             # A `ReadableDataset` checked its images before the run, so the file has changed since.
             if isinstance(planned.dataset, ReadableDataset):
                 raise
             raise suggest_skipping(error) from error
         except (ConfigurationError, ImportError, SyntaxError) as error:
-            if not skip_unfit:
+            if not skip_unsupported:
                 raise
             reason = error if isinstance(error, ConfigurationError) else broken_file_error(error)
             left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {reason}")
-            say(f"left out: {left_out[-1]}")
+            print_message(f"left out: {left_out[-1]}")
     if len(left_out) == len(plan) and not allow_none:
         raise ConfigurationError(f"no task fits {encoder.name}: {left_out[0]}")
     return records
@@ -357,7 +359,7 @@ def _assign_overrides(
                 matches, ignored_by[override] = valid, invalid_tasks
         elif not matches:
             raise _unknown_override_error(override, configs)
-        elif override.partition("=")[0] not in (*BATCH_SIZES, _PICTURES):
+        elif override.partition("=")[0] not in (*BATCH_SIZE_KEYS, _PICTURES):
             ignored_by[override] = tasks - {task for task, _ in matches}
         for pair in matches:
             settings[pair].append(override)
@@ -398,7 +400,7 @@ def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[
     """
     key = override.partition("=")[0]
     if key == _PROTOCOL:
-        return list_protocols(task, component_class(config["probe"][TARGET], f"probe.{TARGET}"))
+        return list_protocols(task, import_component(config["probe"][TARGET], f"probe.{TARGET}"))
     group = choice_group(key, {"probe": task})
     return choices(group) if group else []
 
@@ -468,7 +470,7 @@ def _unknown_override_error(
 def _find_tasks_with_key(key: str, dataset: str) -> list[str]:
     tasks = []
     for task in choices("probe"):
-        with suppress(BrokenFile):
+        with suppress(BrokenFileError):
             if has_key(probing_config(task, dataset, ()), key):
                 tasks.append(task)
     return tasks
@@ -497,7 +499,7 @@ def _build_pair(
     """
     root = request.data_roots.get(pair[1])
     config = probing_config(*pair, overrides, root)
-    kind = component_class(config["probe"][TARGET], f"probe.{TARGET}")
+    kind = import_component(config["probe"][TARGET], f"probe.{TARGET}")
     if not issubclass(kind, Probe):
         address = config["probe"][TARGET]
         raise ConfigurationError(f"{address} must be a subclass of ssl_bench.evaluation.Probe")
@@ -528,7 +530,7 @@ def _build_pair(
         dataset=leave_out_unreadable(requested, dataset, request.on_bad_image, checked_images),
         seed=values["seed"],
         dtype=values["dtype"],
-        choice=pair,
+        task_and_dataset=pair,
         overrides=tuple(overrides),
         root=root,
         allow_overlap=values["data.allow_overlap"],
@@ -546,10 +548,10 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
         DataError: No task is supported.
     """
     supported = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
-    tasks = {planned.choice[0] for planned in supported}
-    unsupported = [planned for planned in plan if planned.choice[0] not in tasks]
+    tasks = {planned.task_and_dataset[0] for planned in supported}
+    unsupported = [planned for planned in plan if planned.task_and_dataset[0] not in tasks]
     if supported and request.all_tasks and unsupported:
-        say(f"left out: {_describe_missing(unsupported)}")
+        print_message(f"left out: {_describe_missing(unsupported)}")
     elif unsupported:
         kind = ConfigurationError if supported else DataError
         fitting = ". ".join(
@@ -590,4 +592,4 @@ def _log_adaptations(planned: PlannedProbe, adapted: Any, encoder: Encoder) -> N
             changes.append(f"{name}={new if isinstance(new, str) else format_value(new)}")
     if changes:
         fit = f"to fit encoder {encoder.name} and dataset {planned.dataset.name}"
-        say(f"{adapted.task} uses {', '.join(changes)} {fit}")
+        print_message(f"{adapted.task} uses {', '.join(changes)} {fit}")

@@ -8,10 +8,10 @@ from typing import Any, cast, get_args
 from ssl_bench.composition.choices import choices, config_names, parse_names, require_choice
 from ssl_bench.composition.compose import add_data_root, compose_config, has_key
 from ssl_bench.data.files.readable import OnBadImage
-from ssl_bench.errors import BrokenFile, ConfigurationError, escape_braces
-from ssl_bench.system.output import say
+from ssl_bench.errors import BrokenFileError, ConfigurationError, escape_braces
+from ssl_bench.system.output import print_message
 
-BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
+BATCH_SIZE_KEYS = ("probe.batch_size", "probe.encoder_batch_size")
 """Config keys that `--batch-size` sets, for the tasks that have these keys."""
 
 
@@ -243,8 +243,8 @@ def _drop_broken_tasks(tasks: Sequence[str]) -> list[str]:
         try:
             compose_config("probing", [f"probe={task}"])
             importable.append(task)
-        except BrokenFile as error:
-            say(f"left out: {task}: {error}")
+        except BrokenFileError as error:
+            print_message(f"left out: {task}: {error}")
     return importable
 
 
@@ -261,7 +261,7 @@ def _batch_size_overrides(tasks: Sequence[str], size: int) -> list[str]:
         ConfigurationError: No task has such a key.
     """
     configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
-    keys = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]
+    keys = [key for key in BATCH_SIZE_KEYS if any(has_key(config, key) for config in configs)]
     if not keys:
         is_trained = any(has_key(config, "probe.training.batch_size") for config in configs)
         raise ConfigurationError(

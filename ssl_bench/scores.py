@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int64, Integer, Real, UInt8
 
-IGNORED = 255
+IGNORE_INDEX = 255
 """Label of pixels that do not count in scores, such as the borders of objects in VOC."""
 ABSENT_CLASS_POLICY = "absent_from_both_is_nan"
 
@@ -25,7 +25,7 @@ Row 0 contains the correct pixels, row 1 the predicted pixels, and row 2 the gro
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """IoU thresholds of COCO AP. A predicted box is correct if its IoU is at least the threshold."""
-MOST_DETECTIONS = 100
+MAX_DETECTIONS = 100
 """Number of boxes with the highest confidence that are scored in each image, at most."""
 _RECALLS = np.linspace(0, 1, 101)
 
@@ -76,7 +76,7 @@ def mean_iou(counts: Counts) -> Float64[np.ndarray, "*some"]:
     Args:
         counts: Numbers of correct, predicted and ground-truth pixels of each class.
     """
-    return mean_without_nan(iou_per_class(counts))
+    return nanmean(iou_per_class(counts))
 
 
 def matched_mean_iou(
@@ -127,7 +127,7 @@ def predict_constant_class(
     return most_frequent, constant
 
 
-def mean_without_nan(values: Float64[np.ndarray, "*some classes"]) -> Float64[np.ndarray, "*some"]:
+def nanmean(values: Float64[np.ndarray, "*some classes"]) -> Float64[np.ndarray, "*some"]:
     """Return the mean over the last axis, ignoring NaN values. It is NaN if all values are NaN."""
     is_number = ~np.isnan(values)
     count = is_number.sum(-1)
@@ -157,9 +157,9 @@ def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     Source: metric.py of unsupervised_saliency_detection in
     https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
     """
-    both, predicted, true, _ = (counts[..., n].astype(np.float64) for n in range(4))
-    precision = np.where(predicted > 0, both / np.maximum(predicted, 1), 1.0)
-    recall = np.where(true > 0, both / np.maximum(true, 1), 1.0)
+    intersection, predicted, true, _ = (counts[..., n].astype(np.float64) for n in range(4))
+    precision = np.where(predicted > 0, intersection / np.maximum(predicted, 1), 1.0)
+    recall = np.where(true > 0, intersection / np.maximum(true, 1), 1.0)
     total = _BETA_SQUARED * precision + recall
     weighted = (1 + _BETA_SQUARED) * precision * recall
     return np.where(total > 0, 100.0 * weighted / np.where(total > 0, total, 1.0), 0.0)
@@ -171,9 +171,9 @@ def object_iou(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     Args:
         counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
     """
-    both, predicted, true, _ = (counts[..., n].astype(np.int64) for n in range(4))
-    union = predicted + true - both
-    return np.where(union > 0, 100.0 * both / np.maximum(union, 1), 100.0)
+    intersection, predicted, true, _ = (counts[..., n].astype(np.int64) for n in range(4))
+    union = predicted + true - intersection
+    return np.where(union > 0, 100.0 * intersection / np.maximum(union, 1), 100.0)
 
 
 def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
@@ -184,8 +184,8 @@ def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     Args:
         counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
     """
-    both, predicted, true, total = (counts[..., n].astype(np.int64) for n in range(4))
-    correct = total - predicted - true + 2 * both
+    intersection, predicted, true, total = (counts[..., n].astype(np.int64) for n in range(4))
+    correct = total - predicted - true + 2 * intersection
     return np.where(total > 0, 100.0 * correct / np.maximum(total, 1), 100.0)
 
 
@@ -196,13 +196,14 @@ def object_counts(
 
     Args:
         mask: Predicted pixels of the object.
-        truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
+        truth: 1 for the object, 0 for the background, `IGNORE_INDEX` for pixels that are not
+            scored.
 
     Returns:
         Four numbers of pixels: the object's correctly predicted, predicted and true pixels, and all
         scored pixels.
     """
-    is_scored, is_true = truth != IGNORED, truth == 1
+    is_scored, is_true = truth != IGNORE_INDEX, truth == 1
     is_found = mask & is_scored
     parts = (is_found & is_true, is_found, is_true, is_scored)
     return np.array([part.sum() for part in parts], np.int64)
@@ -229,7 +230,7 @@ def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
     return sides * (0.5 + np.sqrt(0.125) * np.array([-1.0, -1.0, 1.0, 1.0]))
 
 
-def constant_masks(
+def count_constant_masks(
     centre_counts: Int64[np.ndarray, "images 4"],
 ) -> dict[str, Int64[np.ndarray, "images 4"]]:
     """Return the pixel counts of three masks that are predicted without looking at the images.
@@ -337,7 +338,7 @@ def coco_average_precision(
     from pycocotools.cocoeval import COCOeval
 
     evaluator = COCOeval(_index_boxes(true), _index_boxes(predicted), "bbox")
-    evaluator.params.maxDets = [MOST_DETECTIONS]
+    evaluator.params.maxDets = [MAX_DETECTIONS]
     # Only the area range for boxes of any size is used. This saves three quarters of the work.
     evaluator.params.areaRng = evaluator.params.areaRng[:1]
     with redirect_stdout(io.StringIO()):

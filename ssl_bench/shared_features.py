@@ -15,7 +15,7 @@ from ssl_bench.system.process import free_host_memory
 
 _MAX_MEMORY_FRACTION = 0.25
 
-Parts = dict[tuple[int, Facet], Tensor]
+SingleImageFeatures = dict[tuple[int, Facet], Tensor]
 """Features of one image by layer (block index) and facet (kind of feature)."""
 
 
@@ -31,29 +31,29 @@ class SharedFeatures:
 
     num_images: int
     keeps_new: bool = True
-    by_image: dict[bytes, Parts] = field(default_factory=dict)
+    by_image: dict[bytes, SingleImageFeatures] = field(default_factory=dict)
     _free_bytes: int = field(
         default_factory=lambda: int(_MAX_MEMORY_FRACTION * free_host_memory()), init=False
     )
 
-    def has_memory(self, parts: Parts) -> bool:
+    def has_memory(self, features: SingleImageFeatures) -> bool:
         """Return whether the features of all images fit into memory.
 
         Args:
-            parts: Features of one image. All other images are assumed to need the same memory.
+            features: Features of one image. All other images are assumed to need the same memory.
         """
-        return self.num_images * _num_bytes(parts) <= self._free_bytes
+        return self.num_images * _num_bytes(features) <= self._free_bytes
 
-    def add(self, digest: bytes, parts: Parts) -> None:
+    def add(self, digest: bytes, features: SingleImageFeatures) -> None:
         """Store a copy of the features of an image, if they fit into memory.
 
         Args:
             digest: Digest of the image's pixels.
-            parts: Features of the image by layer and facet (kind of feature).
+            features: Features of the image by layer and facet (kind of feature).
         """
-        if self.keeps_new and _num_bytes(parts) <= self._free_bytes:
-            self._free_bytes -= _num_bytes(parts)
-            copies = {name: tensor.clone() for name, tensor in parts.items()}
+        if self.keeps_new and _num_bytes(features) <= self._free_bytes:
+            self._free_bytes -= _num_bytes(features)
+            copies = {name: tensor.clone() for name, tensor in features.items()}
             self.by_image[digest] = self.by_image.get(digest, {}) | copies
 
 
@@ -86,7 +86,7 @@ class SharedExtractor(FeatureExtractor):
         digests = [self._digest(image) for image in images]
         wanted, known = set(product(self.layers, self.facets)), self._shared.by_image
         by_image = [known.get(digest, {}) for digest in digests]
-        if new := [n for n, parts in enumerate(by_image) if not wanted <= parts.keys()]:
+        if new := [n for n, stored in enumerate(by_image) if not wanted <= stored.keys()]:
             features, sums = super().extract_unchecked(images[new])
             for position, n in enumerate(new):
                 by_image[n] = {
@@ -99,7 +99,7 @@ class SharedExtractor(FeatureExtractor):
             if len(new) == len(images):
                 return features, sums
         joined: Features = {
-            layer: {facet: torch.stack([parts[layer, facet] for parts in by_image])
+            layer: {facet: torch.stack([stored[layer, facet] for stored in by_image])
                     for facet in self.facets}
             for layer in self.layers
         }  # fmt: skip
@@ -112,5 +112,5 @@ class SharedExtractor(FeatureExtractor):
         return content.digest()
 
 
-def _num_bytes(parts: Parts) -> int:
-    return sum(tensor.nbytes for tensor in parts.values())
+def _num_bytes(features: SingleImageFeatures) -> int:
+    return sum(tensor.nbytes for tensor in features.values())

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.errors import MachineError, UnfitEncoder, with_hint
+from ssl_bench.errors import MachineError, UnsupportedEncoderError, with_hint
 from ssl_bench.evaluation import (
     FeatureCache,
     Probe,
@@ -35,12 +35,12 @@ from ssl_bench.layers import select_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_of_encoder
 from ssl_bench.models.loading.load import encoder_addresses, load_and_log, require_layers
-from ssl_bench.planning import PlannedProbe, evaluate, open_datasets_once, plan_request
+from ssl_bench.planning import PlannedProbe, evaluate, plan_request, share_datasets
 from ssl_bench.request import ProbeRequest
-from ssl_bench.results import TRAINED_ON, ResultKey, ResultStore, encoder_id
+from ssl_bench.results import TRAINING_IMAGES_KEY, ResultKey, ResultStore, encoder_id
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.endings import Outcome, run_and_catch
-from ssl_bench.system.output import align_columns, format_duration, say
+from ssl_bench.system.output import align_columns, format_duration, print_message
 from ssl_bench.system.process import is_out_of_memory
 
 
@@ -52,7 +52,7 @@ class Job:
         encoder: Identity of the encoder. Its weights are not loaded yet.
         planned: The probe and the dataset.
         layers: Block indices, 0-based.
-        is_share: Whether the job evaluates only some of the requested blocks, and other jobs
+        is_partial: Whether the job evaluates only some of the requested blocks, and other jobs
             evaluate the rest.
         images: The scored images.
         keys: Keys that identify all results of the job, each of type `ResultKey`.
@@ -64,7 +64,7 @@ class Job:
     encoder: EncoderIdentity
     planned: PlannedProbe
     layers: tuple[int, ...]
-    is_share: bool
+    is_partial: bool
     images: ImageSet
     keys: tuple[ResultKey, ...]
     pending: tuple[ResultKey, ...]
@@ -72,57 +72,60 @@ class Job:
 
     @property
     def title(self) -> str:
-        return f"{self.planned.probe.task}{self.blocks} on {self.dataset}, {self.encoder.name}"
+        task = f"{self.planned.probe.task}{self.layer_suffix}"
+        return f"{task} on {self.dataset_label}, {self.encoder.name}"
 
     @property
-    def dataset(self) -> str:
+    def dataset_label(self) -> str:
         """Return the name and split of the scored images, such as "voc2012-limit8 val"."""
         return f"{self.images.name} {self.images.split}"
 
     @property
     def num_images(self) -> int:
         """Return the number of scored images and training images."""
-        training = self.keys[0].settings.get(TRAINED_ON)
+        training = self.keys[0].settings.get(TRAINING_IMAGES_KEY)
         return len(self.images) + (training["num_images"] if training else 0)
 
     @property
-    def blocks(self) -> str:
+    def layer_suffix(self) -> str:
         """Return text such as ", blocks 0 to 3" if the job evaluates only some requested blocks.
 
         Otherwise, return an empty string.
         """
         ends = dict.fromkeys([self.layers[0], self.layers[-1]])
-        return f", blocks {' to '.join(map(str, ends))}" if self.is_share else ""
+        return f", blocks {' to '.join(map(str, ends))}" if self.is_partial else ""
 
 
-def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = True) -> list[Job]:
+def plan_sweep(
+    request: ProbeRequest, *, min_jobs: int = 1, skip_unsupported: bool = True
+) -> list[Job]:
     """Divide a request into jobs, and return them ordered by encoder. No result is computed.
 
     Args:
         request: The requested encoders, probes, datasets and blocks.
         min_jobs: Desired minimum number of jobs. To reach it, the blocks that a probe evaluates are
             divided among several jobs where possible. Each of these jobs encodes all images again.
-        skip_unfit: Whether to leave out probes that do not support an encoder, with a message. If
-            False, such a probe raises `UnfitEncoder`. Probes that do not support a baseline
-            encoder, such as one with random weights, are always left out.
+        skip_unsupported: Whether to leave out probes that do not support an encoder, with a
+            message. If False, such a probe raises `UnsupportedEncoderError`. Probes that do not
+            support a baseline encoder, such as one with random weights, are always left out.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
     plan = plan_request(request)
-    inputs = [_open_images(planned) for planned in open_datasets_once(plan)]
+    inputs = [_open_images(planned) for planned in share_datasets(plan)]
     encoders = _distinct_encoders(uris)
     store = ResultStore(request.out)
     min_shares = -(-min_jobs // (len(encoders) * len(plan)))
-    jobs, unfit = list[Job](), list[UnfitEncoder]()
+    jobs, unsupported = list[Job](), list[UnsupportedEncoderError]()
     for encoder in encoders:
         for planned, (images, settings) in zip(plan, inputs, strict=True):
             try:
-                probe = planned.fit_to(encoder)
-            except UnfitEncoder as error:
-                if not skip_unfit and not is_baseline(encoder.uri):
+                probe = planned.adapt_to(encoder)
+            except UnsupportedEncoderError as error:
+                if not skip_unsupported and not is_baseline(encoder.uri):
                     raise
-                unfit.append(error)
-                say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
+                unsupported.append(error)
+                print_message(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
                 continue
             requested = layers_of_encoder(encoder.uri, request.layers)
             layers = select_layers(probe.facet_spec, requested, encoder.depth)
@@ -139,24 +142,26 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
                 work = find_pending(probe, encoder, keys, images, store)
                 # If only figures are missing, the results of their blocks count as pending.
                 pending = work.pending or [key for key in keys if key.layer in work.layers]
-                is_share = len(shares) > 1
-                words = ",".join(map(str, share)) if is_share else str(requested)
+                is_partial = len(shares) > 1
+                words = ",".join(map(str, share)) if is_partial else str(requested)
                 jobs.append(
                     Job(
                         encoder=encoder,
                         planned=planned,
                         layers=share,
-                        is_share=is_share,
+                        is_partial=is_partial,
                         images=images,
                         keys=tuple(keys),
                         pending=tuple(key for key in keys if key in pending),
                         arguments=_probe_arguments(request, planned, encoder.uri, words),
                     )
                 )
-    if unfit and not jobs:
-        raise unfit[0]
+    if unsupported and not jobs:
+        raise unsupported[0]
     if store.unreadable:
-        say(f"damaged records will be computed again: {summarise_problems(store.unreadable)}")
+        print_message(
+            f"damaged records will be computed again: {summarise_problems(store.unreadable)}"
+        )
     return jobs
 
 
@@ -173,7 +178,7 @@ def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
     probe, dataset = planned.probe, planned.dataset
     settings = result_settings(probe, dataset, planned.dtype, allow_overlap=planned.allow_overlap)
     own = probe.settings()
-    return probe.split(dataset), {k: value for k, value in settings.items() if k not in own}
+    return probe.scored_images(dataset), {k: value for k, value in settings.items() if k not in own}
 
 
 def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
@@ -181,7 +186,7 @@ def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
     for encoder in map(identify_encoder, uris):
         first = encoders.setdefault(encoder_id(encoder.identity()), encoder)
         if first is not encoder:
-            say(f"{encoder.uri} is the same encoder as {first.uri}, so it is probed once")
+            print_message(f"{encoder.uri} is the same encoder as {first.uri}, so it is probed once")
     return list(encoders.values())
 
 
@@ -202,14 +207,15 @@ def _split_layers(
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
     shares = [layers[start:end] for start, end in pairwise(ends)]
-    if {cell for share in shares for cell in probe.cells(share)} != {*probe.cells(layers)}:
+    separate = {key for share in shares for key in probe.list_score_keys(share)}
+    if separate != {*probe.list_score_keys(layers)}:
         return [layers]
-    figures = probe.pictures(layers, images, planned.seed) if count > 1 else {}
+    figures = probe.list_figures(layers, images, planned.seed) if count > 1 else {}
     if any(len(shown) > 1 for shown in figures.values()):
         line = f"{display_name(probe)} runs as one job, because a figure shows several blocks"
         # Other probes, such as PCA maps, score their figures, so they must draw them.
         hint = ("probe.panels=0",) if probe.task == "segmentation" else ()
-        say(with_hint(line, hint=hint))
+        print_message(with_hint(line, hint=hint))
         return [layers]
     return shares
 
@@ -217,7 +223,7 @@ def _split_layers(
 def _probe_arguments(
     request: ProbeRequest, planned: PlannedProbe, uri: str, layers: str
 ) -> tuple[str, ...]:
-    task, dataset = planned.choice
+    task, dataset = planned.task_and_dataset
     flags = {
         "--task": task,
         "--layer": layers,
@@ -252,8 +258,8 @@ def format_plan(jobs: Sequence[Job], seconds: Sequence[float | None] = ()) -> st
             (
                 # Different encoders may have the same name.
                 name if counts[name] == 1 else f"{name} {digest[:8]}",
-                display_name(job.planned.probe) + job.blocks,
-                job.dataset,
+                display_name(job.planned.probe) + job.layer_suffix,
+                job.dataset_label,
                 str(len(job.keys) - len(job.pending)),
                 str(len(job.pending)),
                 "unknown" if time_left is None else format_duration(time_left),
@@ -266,7 +272,7 @@ def format_plan(jobs: Sequence[Job], seconds: Sequence[float | None] = ()) -> st
         total += f", about {format_duration(sum(known))}"
         if None in seconds:
             total += " without the jobs of unknown time"
-    if any(job.is_share for job in jobs):
+    if any(job.is_partial for job in jobs):
         total += "\nthe blocks of some probes are split into jobs, and each job encodes all images"
     return f"{align_columns(rows if known else [row[:-1] for row in rows])}\n{total}"
 
@@ -292,7 +298,7 @@ def run_in_this_process(
     """
     load, features = lru_cache(maxsize=1)(load_and_log), FeatureCache()
 
-    def compute(job: Job, later: Sequence[Job]) -> None:
+    def compute(job: Job, later_jobs: Sequence[Job]) -> None:
         evaluate(
             [job.planned],
             load(job.encoder.uri),
@@ -300,15 +306,15 @@ def run_in_this_process(
             layers=job.layers,
             device=device,
             features=features,
-            later=[
+            later_probes=[
                 other.planned
-                for other in later
+                for other in later_jobs
                 if (other.encoder.uri, other.layers) == (job.encoder.uri, job.layers)
             ],
         )
 
     for number, job in enumerate(jobs, 1):
-        say(f"job {number} of {len(jobs)}: {job.title}")
+        print_message(f"job {number} of {len(jobs)}: {job.title}")
         yield job, run_and_catch(partial(compute, job, jobs[number:]), "sweep", debug=debug)
 
 
@@ -357,7 +363,7 @@ def run_in_processes(
             reason = (
                 "ran out of memory" if is_certain else "was killed, perhaps for lack of memory,"
             )
-            say(f"{job.title} {reason} and is retried alone after the other jobs")
+            print_message(f"{job.title} {reason} and is retried alone after the other jobs")
             retried.append(job)
         else:
             yield job, outcome

@@ -23,16 +23,16 @@ from probes.features.stream import batched, read_ahead
 from probes.features.training_images import resize_bicubic
 from probes.pictures import Picture, blocks_name, draw_heading, save_sheet
 from ssl_bench.composition.fields import CountOrZero, OpenFraction, Pixels, Threads
-from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
+from ssl_bench.data.samples import IGNORE_INDEX, Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sample_ids, sample_indices
-from ssl_bench.errors import DataError, UnfitEncoder, with_hint
+from ssl_bench.errors import DataError, UnsupportedEncoderError, with_hint
 from ssl_bench.evaluation import SIZE_FIELDS, Probe, ProbeContext, Score
 from ssl_bench.features import Resize
 from ssl_bench.intervals import mean_estimate
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import Baseline
 from ssl_bench.results.per_image import ImageCurve
-from ssl_bench.scores import centre_mask, constant_masks, object_counts, object_iou
+from ssl_bench.scores import centre_mask, count_constant_masks, object_counts, object_iou
 from ssl_bench.system.files import figure_file_name
 
 METRICS = ("jaccard", "jaccard_holdout", "jaccard_best_head", "jaccard_mean_map")
@@ -87,7 +87,7 @@ class Attention(Probe):
     num_workers: Threads = 4
 
     task = "attention"
-    keeps_images = True
+    has_per_image_values = True
     # `truth` is excluded, because scores with both kinds of true masks are comparable.
     excluded_from_identity = (*Probe.excluded_from_identity, "truth", "panels")
 
@@ -97,13 +97,13 @@ class Attention(Probe):
             return {"truth": "object"}
         return {} if "segmentation" in roles else {"truth": "none"}
 
-    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Attention":
+    def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> "Attention":
         """Return a copy with `truth="none"` if class 0 of the dataset is not called background.
 
         If the probe does not use class masks, or if the user has set `truth`, return the probe
-        unchanged. `typed` contains the names of the settings that the user has set.
+        unchanged. `chosen_fields` contains the names of the settings that the user has set.
         """
-        if self.truth != "classes" or "truth" in typed:
+        if self.truth != "classes" or "truth" in chosen_fields:
             return self
         has_background = "background" in dataset.val().class_names[:1]
         return self if has_background else replace(self, truth="none")
@@ -112,7 +112,7 @@ class Attention(Probe):
     def role(self) -> str:
         return {"classes": "segmentation", "object": "saliency", "none": "images"}[self.truth]
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = (ENTROPY,) if self.truth == "none" else (*METRICS, ENTROPY)
         return [(layer, FACET, metric) for layer in layers for metric in metrics]
 
@@ -126,12 +126,12 @@ class Attention(Probe):
         unset = {name for name in SIZE_FIELDS if settings.get(name) is None}
         return {name: value for name, value in settings.items() if name not in unset}
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         return dataset.images() if self.truth == "none" else dataset.val()
 
-    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
+    def check_encoder(self, encoder: Encoder | EncoderIdentity) -> None:
         if not encoder.has_cls:
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{encoder.name} has no [CLS] token, but this probe draws the attention of [CLS]",
                 hint=("--task", "pca"),
             )
@@ -159,7 +159,7 @@ class Attention(Probe):
         """Return the name of the folder for figures. It contains `image_size`, if that is set."""
         return self.protocol if self.image_size is None else f"{self.protocol}-{self.image_size}px"
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
@@ -174,11 +174,12 @@ class Attention(Probe):
         """Score the attention maps of all requested layers, with one forward pass for each image.
 
         Raises:
-            UnfitEncoder: A block has no softmax attention between all tokens of an image.
+            UnsupportedEncoderError: A block has no softmax attention between all tokens of an
+                image.
             DataError: An image has no mask to score with.
             CheckpointError: The encoder returns NaN for an image.
         """
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         drawn_ids = set(sample_ids(images.ids, self.panels)) if self.panels else set()
         numbers: Sequence[int] = range(len(images))
         if self.truth == "none" and self.panels:
@@ -234,8 +235,8 @@ class Attention(Probe):
     def _object_mask(self, sample: Sample) -> UInt8[np.ndarray, "height width"] | None:
         """Return the true mask of the object in an image, or None if the probe uses no true masks.
 
-        The value of a pixel is 1 for the object, 0 for the background, and `IGNORED` if it is not
-        scored.
+        The value of a pixel is 1 for the object, 0 for the background, and `IGNORE_INDEX` if it is
+        not scored.
         """
         if self.truth == "none":
             return None
@@ -244,7 +245,7 @@ class Attention(Probe):
                 f"{sample.image_id} has no object mask to compare the attention with",
                 hint=("probe.truth=none",),
             )
-        return np.where(sample.mask == IGNORED, IGNORED, sample.mask > 0).astype(np.uint8)
+        return np.where(sample.mask == IGNORE_INDEX, IGNORE_INDEX, sample.mask > 0).astype(np.uint8)
 
     def _draw(
         self,
@@ -344,8 +345,8 @@ def score_image(
 
     Args:
         maps: Attention of [CLS] to the patches, with shape heads x rows x cols.
-        truth: True mask: 1 for the object, 0 for the background, `IGNORED` for pixels that are not
-            scored.
+        truth: True mask: 1 for the object, 0 for the background, `IGNORE_INDEX` for pixels that are
+            not scored.
         mass: Fraction of the attention to patches that each predicted mask covers.
     """
     entropy = entropy_share(maps)
@@ -357,7 +358,8 @@ def score_image(
     *heads, mean_map = object_iou(mask_counts(masks, truth))
     centre = object_counts(centre_mask(truth.shape), truth)
     baseline_jaccard = {
-        name: float(object_iou(counts)[0]) for name, counts in constant_masks(centre[None]).items()
+        name: float(object_iou(counts)[0])
+        for name, counts in count_constant_masks(centre[None]).items()
     }
     return AttentionScores(
         jaccard=np.array(heads),
@@ -417,7 +419,7 @@ def mask_counts(
     def count(pixels: Bool[np.ndarray, "height width"]) -> Int64[np.ndarray, " patches"]:
         return np.bincount(patches[pixels.flatten()], minlength=rows * cols)
 
-    true, scored = count(truth == 1), count(truth != IGNORED)
+    true, scored = count(truth == 1), count(truth != IGNORE_INDEX)
     counts = (kept @ true, kept @ scored, [true.sum()] * heads, [scored.sum()] * heads)
     return np.stack(counts, 1).astype(np.int64)
 
@@ -462,7 +464,7 @@ def score_block(
             "jaccard_mean_map": np.array([one.jaccard_mean_map for one in results]),
         }
         own_details = {
-            "jaccard": {"by_head": by_head.mean(0).tolist(), "best_head": heads.best_layer()},
+            "jaccard": {"by_head": by_head.mean(0).tolist(), "best_head": heads.find_best_layer()},
             "jaccard_holdout": {"heads": chosen},
         }
         names = results[0].baseline_jaccard

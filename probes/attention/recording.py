@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ssl_bench.errors import UnfitEncoder
+from ssl_bench.errors import UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder
 from ssl_bench.system.device import disable_autocast, to_host
@@ -96,7 +96,8 @@ class AttentionRecorder:
         `ids` are image ids for error messages.
 
         Raises:
-            UnfitEncoder: A block has no softmax attention between all tokens of an image.
+            UnsupportedEncoderError: A block has no softmax attention between all tokens of an
+                image.
             CheckpointError: Features are not finite.
         """
         extractor = self._extractor
@@ -212,8 +213,8 @@ class _Calls(TorchFunctionMode):
         """Return the stored attention weights of a layer. `encoder` is used in error messages.
 
         Raises:
-            UnfitEncoder: The layer has computed no softmax attention between all tokens, or has
-                computed it several times.
+            UnsupportedEncoderError: The layer has computed no softmax attention between all tokens,
+                or has computed it several times.
         """
         weights = self._weights.get(layer, [])
         if len(weights) == 1:
@@ -225,7 +226,7 @@ class _Calls(TorchFunctionMode):
             problem = f"computes attention from {num_queries} to {num_keys} tokens"
         else:
             problem = "computes no softmax attention with functions of PyTorch"
-        raise UnfitEncoder(
+        raise UnsupportedEncoderError(
             f"block {layer} of {encoder.name} {problem}, expected softmax attention between all "
             f"{self._num_tokens} tokens of an image",
             hint=OTHER_TASK,

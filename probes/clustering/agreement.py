@@ -17,7 +17,7 @@ from scipy.stats import random_table
 
 from ssl_bench.intervals import FEW_IMAGES, Interval, Jackknife
 from ssl_bench.results import Baseline
-from ssl_bench.scores import iou_from_counts, mean_without_nan
+from ssl_bench.scores import iou_from_counts, nanmean
 
 Table = Int64[np.ndarray, "*tables clusters classes"]
 """Contingency table: number of images, or pixels, of each pair of a cluster and a class."""
@@ -167,7 +167,7 @@ def miou(table: Table, assignment: Assignment) -> Scores:
 
     Each cluster predicts the class in `assignment`.
     """
-    return mean_without_nan(class_ious(table, assignment))
+    return nanmean(class_ious(table, assignment))
 
 
 def accuracy(table: Table, assignment: Assignment) -> Scores:

@@ -48,7 +48,7 @@ from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval
 from ssl_bench.layers import INNER_FACETS, Facet
 from ssl_bench.neighbours import unit_vectors, zero_vectors_warning
-from ssl_bench.scores import IGNORED
+from ssl_bench.scores import IGNORE_INDEX
 from ssl_bench.system.device import to_device
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Clustering(Probe):
             return METRICS
         return PATCH_METRICS if factor == 1 else (*PATCH_METRICS, MAJORITY)
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [
             (layer, facet, metric_name(metric, factor))
             for layer in sorted(layers)
@@ -170,9 +170,9 @@ class Clustering(Probe):
             DataError: No scored image has a labelled pixel.
         """
         if self.protocol == "patches":
-            yield from self._score_patches(context, self.split(context.dataset))
+            yield from self._score_patches(context, self.scored_images(context.dataset))
         else:
-            yield from self._score_images(context, self.split(context.dataset))
+            yield from self._score_images(context, self.scored_images(context.dataset))
 
     def _require_at_most(self, most: int, classes: int, items: str, advice: str) -> None:
         """Raise a ConfigurationError if there would be more clusters than items to cluster.
@@ -489,9 +489,9 @@ class PatchLabels(NamedTuple):
             (2 * np.arange(length) + 1) * cells // (2 * length)
             for length, cells in zip(mask.shape, (rows, cols), strict=True)
         )
-        cells = (down[:, None] * cols + across) * (IGNORED + 1) + mask
-        counts = np.bincount(cells.ravel(), minlength=rows * cols * (IGNORED + 1))
-        counts = counts.reshape(rows * cols, IGNORED + 1)[:, :IGNORED]
+        cells = (down[:, None] * cols + across) * (IGNORE_INDEX + 1) + mask
+        counts = np.bincount(cells.ravel(), minlength=rows * cols * (IGNORE_INDEX + 1))
+        counts = counts.reshape(rows * cols, IGNORE_INDEX + 1)[:, :IGNORE_INDEX]
         patches, classes = counts.nonzero()
         return cls(patches, classes, counts[patches, classes].astype(np.int64))
 

@@ -33,7 +33,7 @@ from probes.conditioning.scores import (
 from probes.pictures import blocks_name
 from ssl_bench.composition.fields import Count, Pixels
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder, with_hint
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnsupportedEncoderError, with_hint
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import (
@@ -88,7 +88,7 @@ class Conditioning(Probe):
 
     task = "conditioning"
     role = "images"
-    takes_long = True
+    is_slow = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,11 +98,12 @@ class Conditioning(Probe):
                 hint=("probe.protocol=checkpoints",),
             )
 
-    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
+    def check_encoder(self, encoder: Encoder | EncoderIdentity) -> None:
         """Check that all blocks of the encoder have attention, and the same token grid and width.
 
         Raises:
-            UnfitEncoder: The encoder has blocks without attention, or is divided into stages.
+            UnsupportedEncoderError: The encoder has blocks without attention, or is divided into
+                stages.
         """
         if encoder.num_heads == 0:
             problem = f"blocks with attention and an MLP, but {encoder.name} has none"
@@ -110,12 +111,14 @@ class Conditioning(Probe):
             problem = f"the same token grid and width in all blocks, but {encoder.name} has stages"
         else:
             return
-        raise UnfitEncoder(f"conditioning needs {problem}", hint=("--task", "pca,correspondence"))
+        raise UnsupportedEncoderError(
+            f"conditioning needs {problem}", hint=("--task", "pca,correspondence")
+        )
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(layer, *cell) for layer in layers for cell in CELLS[self.protocol]]
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         # This is not checked in __post_init__, because the protocol is also validated alone, before
         # the other settings are known.
         if self.protocol == "checkpoints" and self.compare_to is None:
@@ -143,7 +146,7 @@ class Conditioning(Probe):
     def _compared_encoder(self) -> str:
         return _name_and_id(identify_encoder(str(self.compare_to)))
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del images
@@ -166,7 +169,7 @@ class Conditioning(Probe):
         A score is NaN if it cannot be computed, for example because a block cannot be split into
         its parts. The details of the score then state the reason.
         """
-        self.require_fitting(context.encoder)
+        self.check_encoder(context.encoder)
         if self.at_initialisation:
             context = replace(context, encoder=_initialise(context.encoder, context.seed))
         samples = self._first_samples(context)
@@ -199,7 +202,7 @@ class Conditioning(Probe):
         yield from self._undefined_scores(context, finished, len(samples), records)
 
     def _first_samples(self, context: ProbeContext) -> list[Sample]:
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         count = len(images)
         if self.num_images < count:
             line = f"conditioning: using the first {self.num_images} of {count} images"
@@ -257,7 +260,7 @@ class Conditioning(Probe):
             raise CheckpointError(
                 f"{self.compare_to} changed while it was read. Run the same command again"
             )
-        self.require_fitting(other)
+        self.check_encoder(other)
         layers = resolve_layers("all", other.depth)
         other_records, _ = record_blocks(other, samples, layers, self.image_size, context)
         outputs, other_outputs = _outputs_by_name(records), _outputs_by_name(other_records)
@@ -293,7 +296,7 @@ class Conditioning(Probe):
         `finished` contains the scores that have been computed.
         """
         computed = {(score.layer, score.facet, score.metric) for score in finished}
-        missing = [cell for cell in self.cells(context.layers) if cell not in computed]
+        missing = [cell for cell in self.list_score_keys(context.layers) if cell not in computed]
         reasons = {cell: self._explain_missing(*cell[:2], records) for cell in missing}
         # Scores with the same reason are named in one message.
         for reason in dict.fromkeys(reasons.values()):

@@ -150,7 +150,7 @@ class Depth(Probe):
 
     task = "depth"
     role = "depth"
-    keeps_images = True
+    has_per_image_values = True
     excluded_from_identity = (
         *Probe.excluded_from_identity,
         *("panels", "memory_gib", "cache", "keep_minutes"),
@@ -193,7 +193,7 @@ class Depth(Probe):
         """
         return group_layers(layers, self.layers_mode)
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         sources = self.sources(layers)
         return [
             (source[-1], self.scored_facet, metric) for source in sources for metric in self.metrics
@@ -205,7 +205,7 @@ class Depth(Probe):
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "learning_rates": list(self.learning_rates)}
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
@@ -217,7 +217,7 @@ class Depth(Probe):
         """Return the file name of the figure of a scored image, given the id of the image."""
         features = [] if self.layers_mode == "single" else [self.layers_mode]
         features += [] if self.scored_facet == "token" else [self.scored_facet]
-        return figure_file_name(image_id, before="-".join([self.protocol, *features, ""]))
+        return figure_file_name(image_id, prefix="-".join([self.protocol, *features, ""]))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Train depth heads on the features of each layer, and yield their scores.
@@ -244,7 +244,7 @@ class DepthRun:
     def __init__(self, probe: Depth, context: ProbeContext) -> None:
         self.probe, self.context = probe, context
         self.images, self.scored_images = (
-            probe.training_images(context.dataset), probe.split(context.dataset)
+            probe.training_images(context.dataset), probe.scored_images(context.dataset)
         )  # fmt: skip
         self.split = TrainingSplit.draw(
             self.images, max_images=probe.train_images, holdout=probe.holdout, seed=context.seed

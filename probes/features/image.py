@@ -113,7 +113,7 @@ class ImagePass:
 
         def prepare(sample: Sample) -> tuple[UInt8[Tensor, "3 size size"], int]:
             assert sample.label is not None
-            return central_square(sample.image, size, share=share), sample.label
+            return central_square(sample.image, size, crop_share=share), sample.label
 
         squares = read_ahead(images, indices, prepare, num_workers=self.probe.num_workers)
         shown = self.context.progress(squares, f"{images.split} images", len(indices))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.system.device import power_of_two, to_device, to_host
+from ssl_bench.system.device import floor_to_power_of_two, to_device, to_host
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -190,7 +190,7 @@ def to_float16(
     """
     largest = features.abs().amax((1, 2, 3))
     fits = (largest >= _SMALLEST) & (largest <= _LARGEST) | (largest == 0)
-    scales = torch.where(fits, 1.0, power_of_two(largest) / _SCALED_LARGEST)
+    scales = torch.where(fits, 1.0, floor_to_power_of_two(largest) / _SCALED_LARGEST)
     return (features / scales[:, None, None, None]).half(), scales
 
 

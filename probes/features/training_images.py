@@ -24,7 +24,7 @@ from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.features import central_square
 from ssl_bench.layers import INNER_FACETS, Facet, FacetSpec, parse_facets
-from ssl_bench.scores import IGNORED
+from ssl_bench.scores import IGNORE_INDEX
 
 LayerGroup = tuple[int, ...]
 """Layers whose concatenated features are the input of one head."""
@@ -323,7 +323,7 @@ class CentralSquare(ViewTransform):
 
     def make_view(self, sample: Sample, number: int, size: int) -> View:
         del number
-        pixels = central_square(sample.image, size, share=self.share)
+        pixels = central_square(sample.image, size, crop_share=self.share)
         return pixels.float() / 255, torch.zeros(1, 1, dtype=torch.uint8)
 
 
@@ -411,7 +411,7 @@ class ScaledCrops(ViewTransform):
         padding = (0, size - mask.shape[1], 0, size - mask.shape[0])
         mean = torch.tensor(self.mean).view(3, 1, 1)
         image = F.pad(image - mean, padding) + mean
-        view = image, F.pad(mask, padding, value=IGNORED)
+        view = image, F.pad(mask, padding, value=IGNORE_INDEX)
         return _mirror(*view) if random.random() < 0.5 else view
 
     def _draw_window(
@@ -424,7 +424,7 @@ class ScaledCrops(ViewTransform):
                 _random_slice(random, height, min(height, size)),
                 _random_slice(random, width, min(width, size)),
             )
-            counts = torch.bincount(mask[window].flatten(), minlength=256)[:IGNORED]
+            counts = torch.bincount(mask[window].flatten(), minlength=256)[:IGNORE_INDEX]
             if 0 < counts.max() < self.dominance * counts.sum():
                 break
         return window

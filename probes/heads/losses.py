@@ -20,9 +20,9 @@ from jaxtyping import Float, Int64, Integer, UInt8
 from torch import Tensor
 
 from ssl_bench.composition.fields import Count, Pixels, check_fields
-from ssl_bench.scores import IGNORED
+from ssl_bench.scores import IGNORE_INDEX
 from ssl_bench.system.device import float64_device, value_counts
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 
 # Maximum size in bytes of a piece of work, unless a single row of cells is larger. On a CPU, a
 # piece fits into the cache. On a GPU, large pieces need few kernel launches.
@@ -193,7 +193,7 @@ class UpsampledLoss(PixelLoss):
         side = labels.shape[1] // grid[0]
         # Cells lie between patch centers, so the outer cells extend beyond the image.
         before, after = side - side // 2, side // 2
-        padded = F.pad(labels, (before, after, before, after), value=IGNORED)
+        padded = F.pad(labels, (before, after, before, after), value=IGNORE_INDEX)
         cells = padded.unflatten(2, (-1, side)).unflatten(1, (-1, side))
         cells = cells.permute(2, 4, 0, 1, 3).flatten(0, 1)  # pixels batch cell_rows cell_cols
         label = cells.clamp(max=classes).flatten(1).long()
@@ -207,7 +207,7 @@ class UpsampledLoss(PixelLoss):
         padded = by_corner.new_zeros(*by_corner.shape[1:3], cells.shape[2] + 1, cells.shape[3] + 1)
         _add_to_corners(padded, by_corner)
         label_weights = _fold_edges(padded).float().to(labels.device)
-        return PixelTargets(label_weights, (cells != IGNORED).float())
+        return PixelTargets(label_weights, (cells != IGNORE_INDEX).float())
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
@@ -253,7 +253,7 @@ class ResampledLoss(PixelLoss):
         for image in labels:
             one_hot = torch.stack([image == number for number in range(classes)]).float()
             weights.append(down.T @ one_hot @ across)
-        return PixelTargets(torch.stack(weights, 1), (labels != IGNORED).float()[None])
+        return PixelTargets(torch.stack(weights, 1), (labels != IGNORE_INDEX).float()[None])
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
@@ -353,7 +353,9 @@ def _find_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] |
     # Triton raises errors of many types, for example if there is no C compiler.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        say(f"Triton cannot compile the pixel loss ({reason}), so training the heads is slower")
+        print_message(
+            f"Triton cannot compile the pixel loss ({reason}), so training the heads is slower"
+        )
         return None
     return sum_with_kernel
 

@@ -27,7 +27,7 @@ from ssl_bench.intervals import mean_iou_estimate, pixel_accuracy_estimate
 from ssl_bench.results import Baseline, PerImage
 from ssl_bench.scores import (
     ABSENT_CLASS_POLICY,
-    IGNORED,
+    IGNORE_INDEX,
     iou_per_class,
     mean_iou,
     pixel_accuracy,
@@ -319,7 +319,7 @@ def class_counts(
     counts = torch.cat(
         [_count_wrong_and_correct(some, true, num_classes) for some in by_head.split(batch)]
     )
-    true_counts = value_counts(true, IGNORED + 1)[:num_classes].expand(len(by_head), -1)
+    true_counts = value_counts(true, IGNORE_INDEX + 1)[:num_classes].expand(len(by_head), -1)
     return torch.stack([counts[:, 1], counts.sum(1), true_counts], 1)
 
 
@@ -336,7 +336,7 @@ def confusion_counts(
     true, matrices = target.flatten(), []
     for labels in predicted.flatten(1):
         cells = true.int() * num_classes + labels
-        cells.masked_fill_(true == IGNORED, num_classes**2)
+        cells.masked_fill_(true == IGNORE_INDEX, num_classes**2)
         matrix = value_counts(cells, num_classes**2 + 1)[:-1]
         matrices.append(matrix.view(num_classes, num_classes))
     return torch.stack(matrices)
@@ -352,5 +352,5 @@ def _count_wrong_and_correct(
     offsets = torch.arange(heads, dtype=torch.int32, device=true.device)[:, None] * size
     cells = (predicted == true).int().mul_(num_classes).add_(predicted).add_(offsets)
     # Ignored pixels are counted separately, because removing them would make the CPU wait.
-    cells.masked_fill_(true == IGNORED, heads * size)
+    cells.masked_fill_(true == IGNORE_INDEX, heads * size)
     return value_counts(cells.flatten(), heads * size + 1)[:-1].view(heads, 2, num_classes)

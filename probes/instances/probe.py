@@ -41,7 +41,7 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet, RetrievalTarget, Sample
 from ssl_bench.data.splits import sample_indices
-from ssl_bench.errors import ConfigurationError, DataError, UnfitEncoder
+from ssl_bench.errors import ConfigurationError, DataError, UnsupportedEncoderError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import Resize
 from ssl_bench.intervals import mean_estimate
@@ -127,7 +127,7 @@ class Instances(Probe):
 
     task = "instances"
     known_facets = tuple(FACETS)
-    keeps_images = True
+    has_per_image_values = True
     excluded_from_identity = (*Probe.excluded_from_identity, "panels", "batch_size")
 
     def __post_init__(self) -> None:
@@ -145,18 +145,18 @@ class Instances(Probe):
         roles = {"class_folders": "classification", "copies": "images"}
         return roles.get(self.protocol, "instances")
 
-    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Instances":
+    def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> "Instances":
         """Return a copy with the protocol for the dataset, if it is a published retrieval dataset.
 
-        A protocol is a retrieval task with its settings. `typed` contains the names of the settings
-        that the user has set. These settings do not change.
+        A protocol is a retrieval task with its settings. `chosen_fields` contains the names of the
+        settings that the user has set. These settings do not change.
         """
         # If only a part of a dataset is used, its name is followed by a dash or a plus sign.
         protocol = _PROTOCOL_OF_DATASET.get(re.split("[-+]", dataset.name)[0])
-        if protocol is None or "protocol" in typed:
+        if protocol is None or "protocol" in chosen_fields:
             return self
         values = load_protocol_file(self, protocol)
-        return replace(self, **{name: v for name, v in values.items() if name not in typed})
+        return replace(self, **{name: v for name, v in values.items() if name not in chosen_fields})
 
     @property
     def difficulties(self) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ class Instances(Probe):
     def metrics(self, difficulty: str) -> list[str]:
         return [f"{name}{difficulty}" for name in ("map", *(f"mp_at_{k}" for k in self.cutoffs))]
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = [name for difficulty in self.difficulties for name in self.metrics(difficulty)]
         return list(product(layers, self.facets, metrics))
 
@@ -199,18 +199,18 @@ class Instances(Probe):
         unused |= set() if self.protocol == "copies" else {"jpeg_qualities", "crop_areas"}
         return {name: value for name, value in super().settings().items() if name not in unused}
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         return dataset.images() if self.protocol == "copies" else dataset.val()
 
-    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
-        super().require_fitting(encoder)
+    def check_encoder(self, encoder: Encoder | EncoderIdentity) -> None:
+        super().check_encoder(encoder)
         if not encoder.has_cls and "cls_gem" in self.facets:
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{encoder.name} has no [CLS] token, which the facet cls_gem needs",
                 hint=("probe.facet=gem",),
             )
         if not encoder.dynamic_image_size and set(self.scales) != {1.0}:
-            raise UnfitEncoder(
+            raise UnsupportedEncoderError(
                 f"{encoder.name} accepts images of one size only, so probe.scales must be [1.0]",
                 hint=("probe.scales=[1.0]",),
             )
@@ -229,7 +229,7 @@ class Instances(Probe):
         has_native_size = self.image_size is None and self.max_side is None
         return self if has_native_size else replace(self, image_size=side)
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del images, seed
@@ -254,7 +254,7 @@ class Instances(Probe):
             DataError: No query has a matching image.
             CheckpointError: Features are not finite.
         """
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         descriptors, annotations = self._encode(context, images)
         queries, database = self._find_queries(images, annotations)
         drawn = self._select_figure_queries(images, queries) if self.panels else []

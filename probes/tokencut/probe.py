@@ -111,8 +111,8 @@ class TokenCut(Cut, Probe):
 
     task = "tokencut"
     known_facets = ("key", "query", "value", "token", "token_normed", *INNER_FACETS)
-    further_protocols = ("adaptive",)
-    keeps_images = True
+    secondary_protocols = ("adaptive",)
+    has_per_image_values = True
     reuses_results = True
     # `truth` is excluded, because each of its values has other metrics.
     excluded_from_identity = ("protocol", "facet", "panels", "truth")
@@ -152,7 +152,7 @@ class TokenCut(Cut, Probe):
         """
         return "_".join(self.variant)
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = {"boxes": ["corloc"], "masks": [*OBJECT_SCORES], "none": ["degenerate"]}
         return list(itertools.product(layers, self.facets, metrics[self.truth]))
 
@@ -166,7 +166,7 @@ class TokenCut(Cut, Probe):
         unset = {name for name in SIZE_FIELDS if settings.get(name) is None}
         return {name: value for name, value in settings.items() if name not in unset}
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         return dataset.val() if self.truth == "masks" else dataset.discovery()
 
     @property
@@ -195,7 +195,7 @@ class TokenCut(Cut, Probe):
         image = Image.fromarray(sample.image).resize(size, Image.Resampling.BICUBIC)
         return replace(sample, image=np.asarray(image), boxes=boxes, mask=mask)
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
@@ -207,7 +207,7 @@ class TokenCut(Cut, Probe):
             figures |= {path.as_posix(): [layer] for path in (sheet_path(folder, cell), *panels)}
         return figures
 
-    def serves(self, other: Probe) -> bool:
+    def can_precompute_for(self, other: Probe) -> bool:
         """Return whether another probe needs the same features of the same images.
 
         Both probes can then share one pass of the images through the encoder.
@@ -245,7 +245,7 @@ class TokenCut(Cut, Probe):
             DataError: A file cannot be read, or no image has a box to score with.
             CheckpointError: The encoder returns NaN for an image.
         """
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         cells = [layer_facet_name(*cell) for cell in itertools.product(context.layers, self.facets)]
         own = _DiscoveryOutput(self, context, context.artifacts, images, cells)
         # Later probes of the same command share this pass through the encoder if they have the same
@@ -556,7 +556,7 @@ def _warn_about_degenerate_blocks(
         f". If all cosines of an image exceed {threshold}, all patches are linked and the box is "
         "arbitrary"
     )
-    if "adaptive" in probe.further_protocols:
+    if "adaptive" in probe.secondary_protocols:
         context.say(with_hint(line, hint=("probe.protocol=adaptive",)))
     else:
         context.say(with_hint(line, hint=("probe.tau=otsu",)))

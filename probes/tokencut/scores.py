@@ -12,14 +12,14 @@ from probes.tokencut.log import FoundObjects, ImageResult, layer_facet_name, pac
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
-from ssl_bench.intervals import Share, mean_estimate
+from ssl_bench.intervals import Proportion, mean_estimate
 from ssl_bench.results import Baseline, PerImageKind
 from ssl_bench.scores import (
     OBJECT_SCORES,
     centre_box,
     centre_mask,
-    constant_masks,
     corloc,
+    count_constant_masks,
     is_hit,
     object_counts,
     object_iou,
@@ -136,7 +136,7 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
         "by_object_size": score_groups(_OBJECT_SIZES, lambda result: result.largest_box),
         "by_num_objects": score_groups(_NUM_OBJECTS, lambda result: result.num_boxes or 0),
     }
-    value, ci95 = corloc(hits), Share(hits).ci95()
+    value, ci95 = corloc(hits), Proportion(hits).ci95()
     return Score(layer, facet, "corloc", value, ci95, len(hits), details, per_image=hits)
 
 
@@ -148,7 +148,9 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
     """
     cells = [result.cells[layer_facet_name(layer, facet)] for result in results]
     counts = np.array([cell["object"] for cell in cells], np.int64)
-    constant_counts = constant_masks(np.array([result.centre for result in results], np.int64))
+    constant_counts = count_constant_masks(
+        np.array([result.centre for result in results], np.int64)
+    )
     for metric, score in OBJECT_SCORES.items():
         estimate = mean_estimate(score(counts))
         constant = {name: float(score(own).mean()) for name, own in constant_counts.items()}
@@ -171,7 +173,7 @@ def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> 
     flags = np.array(
         [result.cells[layer_facet_name(layer, facet)]["degenerate"] for result in results]
     )
-    value, ci95 = 100 * float(flags.mean()), Share(flags).ci95()
+    value, ci95 = 100 * float(flags.mean()), Proportion(flags).ci95()
     return Score(layer, facet, "degenerate", value, ci95, len(flags), per_image=flags)
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from probes.pictures import Picture, draw_heading, save_sheet
 from ssl_bench.data.files.images import voc_colours
-from ssl_bench.data.samples import IGNORED
+from ssl_bench.data.samples import IGNORE_INDEX
 from ssl_bench.system.files import write_atomically
 
 RGBImage = UInt8[np.ndarray, "height width 3"]
@@ -53,7 +53,7 @@ def draw_overlay(
     drawn = np.where(own[..., None] > 0, mixed, small).astype(np.uint8)
     if truth is not None:
         true = cv2.resize(truth, size, interpolation=cv2.INTER_NEAREST)
-        for number in set(np.unique(true).tolist()) - {0, IGNORED}:
+        for number in set(np.unique(true).tolist()) - {0, IGNORE_INDEX}:
             contours, _ = cv2.findContours(
                 (true == number).astype(np.uint8), cv2.RETR_LIST, cv2.CHAIN_APPROX_NONE
             )

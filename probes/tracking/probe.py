@@ -45,7 +45,7 @@ from probes.tracking.scores import (
 )
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels, Temperature, Threads
-from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
+from ssl_bench.data.samples import IGNORE_INDEX, Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sample_ids
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
@@ -116,8 +116,8 @@ class Tracking(Probe):
     task = "tracking"
     role = "tracking"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
-    keeps_images = True
-    takes_long = True
+    has_per_image_values = True
+    is_slow = True
     excluded_from_identity = (
         *Probe.excluded_from_identity,
         "truth",
@@ -126,21 +126,21 @@ class Tracking(Probe):
         "batch_size",
     )
 
-    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Tracking":
+    def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> "Tracking":
         """Return a copy with `truth="none"` if the first video has no mask that can be scored.
 
         The masks of the first and the last frame are never scored. The probe is returned unchanged
         if another frame has a mask, if the user has set `truth`, or if the video does not list its
-        frames. `typed` contains the names of the settings that the user has set.
+        frames. `chosen_fields` contains the names of the settings that the user has set.
         """
         frames = dataset.val()[0].frames
-        if "truth" in typed or frames is None:
+        if "truth" in chosen_fields or frames is None:
             return self
         scored = (frames[number] for number in range(1, len(frames) - 1))
         has_masks = any(frame.mask is not None for frame in scored)
         return self if has_masks else replace(self, truth="none")
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         metrics = (*PERCENTAGES, *DECAYS, AREA) if self.truth == "masks" else (AREA,)
         return list(itertools.product(layers, self.facets, metrics))
 
@@ -169,7 +169,7 @@ class Tracking(Probe):
         longer = max(short, int(longer // multiple) * multiple)
         return (short, longer) if width >= height else (longer, short)
 
-    def pictures(
+    def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
@@ -207,7 +207,7 @@ class Tracking(Probe):
             DataError: A frame cannot be read, or a video has no mask to score.
             CheckpointError: Features are not finite.
         """
-        videos = self.split(context.dataset)
+        videos = self.scored_images(context.dataset)
         extractor = context.extractor(context.layers, *self.facets)
         drawn = set(sample_ids(videos.ids, self.panels))
         results: dict[LayerFacet, list[VideoResult]] = {}
@@ -235,7 +235,7 @@ class Tracking(Probe):
         """
         if video.frames is None or video.mask is None:
             raise DataError(f"expected a video whose first frame has a mask, got {video.image_id}")
-        first = np.where(video.mask == IGNORED, 0, video.mask).astype(np.uint8)
+        first = np.where(video.mask == IGNORE_INDEX, 0, video.mask).astype(np.uint8)
         # The channel of an object is its position in this list. Channel 0 is the background.
         numbers = np.unique(np.append(first, np.uint8(0)))
         num_frames, (height, width) = len(video.frames), first.shape

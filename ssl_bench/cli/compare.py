@@ -18,7 +18,7 @@ from ssl_bench.cli.records import (
 )
 from ssl_bench.errors import ConfigurationError, DataError, escape_braces
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 from ssl_bench.tables.comparison import (
     Comparison,
     EpochComparison,
@@ -45,7 +45,7 @@ def command(options: argparse.Namespace) -> int:
         parts = [table.by_epoch.values() if isinstance(table, EpochComparison) else [table]
                  for table in tables]  # fmt: skip
         if warning := code_warning(chain(*parts)):
-            say(warning)
+            print_message(warning)
     return 0
 
 
@@ -129,7 +129,7 @@ def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[C
         store, records, encoders, select=partial(_select_tables, options)
     )
     for task, reason in reasons.items():
-        say(f"left out: {task}: {reason}")
+        print_message(f"left out: {task}: {reason}")
     return tables
 
 

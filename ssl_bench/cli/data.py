@@ -48,7 +48,7 @@ from ssl_bench.system.output import (
     escape_lines,
     escape_unprintable,
     format_size,
-    say,
+    print_message,
     show_progress,
     to_one_line,
 )
@@ -178,7 +178,7 @@ def _download(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"{info.name} cannot be downloaded automatically: {reason}")
     root = _require_root(options)
     pending = [file for file in info.downloads if not _is_finished(file, root)]
-    say(f"{info.title} ({info.licence}), {info.homepage}")
+    print_message(f"{info.title} ({info.licence}), {info.homepage}")
     # The archives and their unpacked files both need disk space.
     size = sum(file.size for file in pending)
     for file in pending:
@@ -193,8 +193,12 @@ def _download(options: argparse.Namespace) -> int:
         names = [file.name for file in pending]
         result = {"dataset": info.name, "root": str(root), "fetched": names}
         print(dump_json(result, indent=None))
-    say(f"{info.name} is complete in {root}. You may delete the archives in this folder.")
-    say(f"run `ssl-bench data check {info.name} --data-root {root}` to check the dataset")
+    print_message(
+        f"{info.name} is complete in {root}. You may delete the archives in this folder."
+    )
+    print_message(
+        f"run `ssl-bench data check {info.name} --data-root {root}` to check the dataset"
+    )
     return 0
 
 
@@ -207,7 +211,7 @@ def _download_file(file: Download, root: Path) -> None:
 
     A small file in `root` then marks the download as finished, so that it is not repeated.
     """
-    say(f"downloading {file.published.url} ({format_size(file.size)})")
+    print_message(f"downloading {file.published.url} ({format_size(file.size)})")
     path = _local_path(file, root)
     check = _require_archive if file.is_archive else None
     with download(file.published, path, check).open("rb") as opened:
@@ -338,7 +342,7 @@ def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
     """Decode all images in a folder of photographs, and print which images are unreadable.
 
     Raises:
-        UnreadableImage: At least one image is unreadable.
+        UnreadableImageError: At least one image is unreadable.
     """
     faults = find_read_errors(images, {})
     problems = [to_one_line(str(fault)) for fault in faults if fault is not None]
@@ -455,7 +459,7 @@ def _shrink(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(dump_json({"out": str(root), **about}, indent=None))
     sizes = f"{format_size(about['bytes_before'])} -> {format_size(about['bytes_after'])}"
     hint = (f"data.root={escape_braces(str(root))}",)
-    say(with_hint(f"{about['images']:,} images: {sizes}", hint=hint))
+    print_message(with_hint(f"{about['images']:,} images: {sizes}", hint=hint))
     return 0
 
 
@@ -472,7 +476,7 @@ def _verify(options: argparse.Namespace) -> int:
     manifest = expand_path(options.manifest) if options.manifest else root / MANIFEST
     if options.update or not manifest.exists():
         count = write_manifest(root, manifest)
-        say(
+        print_message(
             f"wrote the sha256 of {count} files to {manifest}. Run the command again to compare "
             "the files with this list."
         )
@@ -488,7 +492,7 @@ def _verify(options: argparse.Namespace) -> int:
         lists = {"changed": changed, "missing": missing, "added": added}
         print(dump_json({"manifest": str(manifest), **lists}))
     if added:
-        say(f"{len(added)} files are not listed in {manifest}: {join_names(added)}")
+        print_message(f"{len(added)} files are not listed in {manifest}: {join_names(added)}")
     # Added files are not an error.
     if changed or missing:
         raise DataError(
@@ -496,7 +500,7 @@ def _verify(options: argparse.Namespace) -> int:
             f"files ({join_names([*changed, *missing])}). Restore them, or update the manifest",
             hint=("--update",),
         )
-    say(f"{root} agrees with {manifest}")
+    print_message(f"{root} agrees with {manifest}")
     return 0
 
 

@@ -24,7 +24,7 @@ from ssl_bench.data.files.readable import (
 )
 from ssl_bench.data.samples import SPLITS_OF_ROLES, Dataset, ImageSet
 from ssl_bench.data.splits import apply_shared_values, read_shared_values
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImage
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImageError
 from ssl_bench.evaluation import unreadable_ids
 from ssl_bench.features import FeatureExtractor, resize_image
 from ssl_bench.layers import resolve_layers
@@ -40,7 +40,7 @@ from ssl_bench.system.files import (
 from ssl_bench.system.output import (
     escape_undecodable,
     format_size,
-    say,
+    print_message,
     show_progress,
     to_plain_json,
 )
@@ -108,14 +108,14 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     }
     _write_or_check_description(out / _ABOUT, json.loads(json.dumps(about)))
     num_bytes = _bytes_per_image(extractor, size, options.dtype) * sum(map(len, splits.values()))
-    say(f"images are resized to {size[0]} x {size[1]} pixels")
-    say(f"writing {format_size(num_bytes)} of features to {out}")
+    print_message(f"images are resized to {size[0]} x {size[1]} pixels")
+    print_message(f"writing {format_size(num_bytes)} of features to {out}")
     rows: list[dict[str, Any]] = []
     for images in splits.values():
         rows += _write_split(images, extractor, size, out, options)
     table = pyarrow.Table.from_pylist(to_plain_json(rows, text=escape_undecodable))
     write_atomically(out / _INDEX, lambda file: pyarrow.parquet.write_table(table, file))
-    say(
+    print_message(
         f"features of {len(rows)} images are in {out}. "
         f"{_INDEX} lists the file and row of each image"
     )
@@ -203,7 +203,7 @@ def _write_split(
     paths = {start: out / f"{images.split}-{start:07}.{options.format}" for start in starts}
     listed = {start: read for start in starts if (read := _read_ids_and_labels(paths[start]))}
     if listed:
-        say(f"{images.split}: {len(listed)} of {len(starts)} files exist and are kept")
+        print_message(f"{images.split}: {len(listed)} of {len(starts)} files exist and are kept")
     missing = [start for start in starts if start not in listed]
     for start in show_progress(missing, f"features of {images.split}"):
         indices = range(start, min(start + per_file, len(images)))
@@ -263,7 +263,7 @@ def _extract(
                 (resize_image(sample.image, size), sample.image_id, sample.label)
                 for sample in map(images.__getitem__, indices[start : start + batch_size])
             ]
-        except UnreadableImage as error:
+        except UnreadableImageError as error:
             raise suggest_skipping(error) from error
         pixels = torch.stack([image for image, _, _ in batch])
         names = [name for _, name, _ in batch]

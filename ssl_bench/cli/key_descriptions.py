@@ -17,11 +17,11 @@ from ssl_bench.composition.choices import (
 from ssl_bench.composition.compose import (
     TARGET,
     choice_group,
-    component_class,
     compose_config,
     describe_keys,
     fill_defaults,
     flatten_config,
+    import_component,
     list_keys,
     read_file,
 )
@@ -220,7 +220,7 @@ def _find_selected_file(config: Mapping[str, Any], key: str, value: Any) -> tupl
     component = config.get(top)
     if not (isinstance(component, Mapping) and TARGET in component):
         return None
-    task = getattr(component_class(component[TARGET], top), "task", None)
+    task = getattr(import_component(component[TARGET], top), "task", None)
     if (group := choice_group(key, {top: task})) is None:
         return None
     part = component[field]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from ssl_bench.composition.choices import PROBING_GROUPS, RUN_GROUPS, choices
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 
 _MAX_LISTED = 50
 _COMMANDS = {
@@ -34,7 +34,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     lines = describe_target(options.target, overrides)
     group = options.target.partition(".")[0]
-    say(f"keys of {_COMMANDS.get(group, '`ssl-bench pretrain`')}")
+    print_message(f"keys of {_COMMANDS.get(group, '`ssl-bench pretrain`')}")
     print("\n".join(_wrap_lines(lines) if sys.stdout.isatty() else lines))
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ssl_bench.composition.compose import add_data_root, build, compose_config, config_to_yaml
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers import fill_options
-from ssl_bench.system.output import escape_lines, say
+from ssl_bench.system.output import escape_lines, print_message
 from ssl_bench.system.process import is_main_process
 
 
@@ -49,7 +49,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         config=full,
     )
     if is_main_process():
-        say(plan.describe_next_step(out))
+        print_message(plan.describe_next_step(out))
     return 0
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from ssl_bench.composition.compose import config_to_yaml
-from ssl_bench.errors import UnfitEncoder, escape_braces, with_hint
+from ssl_bench.errors import UnsupportedEncoderError, escape_braces, with_hint
 from ssl_bench.evaluation import FeatureCache
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
@@ -15,7 +15,7 @@ from ssl_bench.request import ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import require_writable
-from ssl_bench.system.output import dump_json, say
+from ssl_bench.system.output import dump_json, print_message
 from ssl_bench.system.process import require_single_process
 from ssl_bench.tables.depth import depth_tables, print_main_tables
 
@@ -29,7 +29,7 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
         from ssl_bench.estimates import estimate_seconds
         from ssl_bench.sweep import format_plan, plan_sweep
 
-        jobs = plan_sweep(request, skip_unfit=request.all_tasks)
+        jobs = plan_sweep(request, skip_unsupported=request.all_tasks)
         print(format_plan(jobs, estimate_seconds(jobs, ResultStore(request.out))))
         return 0
     require_single_process("probe")
@@ -40,14 +40,15 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
     elif records:
         print_main_tables(depth_tables(records), store)
     report = ("ssl-bench", "report", "--out", escape_braces(str(store.root)))
-    say(with_hint(f"records and figures are in {store.root}", hint=report))
+    print_message(with_hint(f"records and figures are in {store.root}", hint=report))
     return 0
 
 
 def _print_configs(request: ProbeRequest) -> None:
     for planned in plan_request(request):
-        config = probing_config(*planned.choice, planned.overrides, planned.root)
-        print(f"# {planned.choice[0]} on {planned.choice[1]}\n{config_to_yaml(config)}", end="")
+        task, dataset = planned.task_and_dataset
+        config = probing_config(task, dataset, planned.overrides, planned.root)
+        print(f"# {task} on {dataset}\n{config_to_yaml(config)}", end="")
 
 
 def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
@@ -69,11 +70,11 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
     for uri in uris if len(uris) > 1 else []:
         encoder = identify_encoder(uri)
         resolve_layers(layers_of_encoder(uri, request.layers), encoder.depth)
-        _require_fitting(plan, encoder, skip_unfit=can_skip[uri])
+        _check_encoder(plan, encoder, skip_unsupported=can_skip[uri])
     records, features = list[Record](), FeatureCache()
     for uri in uris:
         encoder = load_and_log(uri)
-        _require_fitting(plan, encoder, skip_unfit=can_skip[uri])
+        _check_encoder(plan, encoder, skip_unsupported=can_skip[uri])
         # Create the folder after all checks, so that a wrong command leaves no empty folder.
         ResultStore.create(store.root)
         records += evaluate(
@@ -83,31 +84,31 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
             layers=layers_of_encoder(uri, request.layers),
             device=device,
             overwrite=request.overwrite,
-            skip_unfit=can_skip[uri],
+            skip_unsupported=can_skip[uri],
             allow_none=is_baseline(uri) and uri not in named,
             features=features,
         )
     return records
 
 
-def _require_fitting(
-    plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity, *, skip_unfit: bool
+def _check_encoder(
+    plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity, *, skip_unsupported: bool
 ) -> None:
     """Check that all probes can score an encoder, before the first one runs.
 
     Args:
         plan: The probes.
         encoder: The encoder.
-        skip_unfit: Whether probes that cannot score this encoder are left out later. If so, only
-            the image sizes that the user set are checked.
+        skip_unsupported: Whether probes that cannot score this encoder are left out later. If so,
+            only the image sizes that the user set are checked.
 
     Raises:
         ConfigurationError: The encoder does not accept an image size that the user set.
-        UnfitEncoder: A probe cannot score the encoder, and `skip_unfit` is False.
+        UnsupportedEncoderError: A probe cannot score the encoder, and `skip_unsupported` is False.
     """
     for planned in plan:
         try:
-            planned.fit_to(encoder)
-        except UnfitEncoder:
-            if not skip_unfit:
+            planned.adapt_to(encoder)
+        except UnsupportedEncoderError:
+            if not skip_unsupported:
                 raise

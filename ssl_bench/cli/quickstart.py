@@ -15,7 +15,7 @@ from ssl_bench.report.panels import (
     select_main_panels,
 )
 from ssl_bench.results import ResultStore
-from ssl_bench.system.output import align_columns, format_duration, quote_command, say
+from ssl_bench.system.output import align_columns, format_duration, print_message, quote_command
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves
 
@@ -56,7 +56,9 @@ def command(options: argparse.Namespace) -> int:
     results = out / "results"
     run_folder = out / MODEL
     if (run_folder / "last.safetensors").is_file() and not options.overwrite:
-        say(f"{run_folder} is already pretrained and is kept. Use --overwrite to train it again.")
+        print_message(
+            f"{run_folder} is already pretrained and is kept. Use --overwrite to train it again."
+        )
     else:
         # A run folder without weights is left from an interrupted run, which starts again.
         overwrite = ["--overwrite"] if run_folder.exists() else []
@@ -76,15 +78,17 @@ def command(options: argparse.Namespace) -> int:
     shown = [record for panel in panels for record in panel.records]
     draw_curves(depth_tables(shown), results / "curves.png")
     print("\n" + format_main_scores(panels))
-    say("")
+    print_message("")
     demos = " and ".join(DEMOS)
-    say(f"{MODEL} was trained for only a few steps, but {demos} were trained for one to two hours")
-    say(f"finished in {format_duration(time.monotonic() - start)}. Open the report:")
-    say(f"  {results / 'report' / 'index.html'}")
-    say("to do the same with your own encoder and photographs, run:")
+    print_message(
+        f"{MODEL} was trained for only a few steps, but {demos} were trained for one to two hours"
+    )
+    print_message(f"finished in {format_duration(time.monotonic() - start)}. Open the report:")
+    print_message(f"  {results / 'report' / 'index.html'}")
+    print_message("to do the same with your own encoder and photographs, run:")
     own_model = "timm:vit_small_patch16_224.dino --dataset folder --data-root my_photos"
-    say(f"  ssl-bench probe --task all --checkpoint {own_model}")
-    say("  ssl-bench report")
+    print_message(f"  ssl-bench probe --task all --checkpoint {own_model}")
+    print_message("  ssl-bench report")
     return 0
 
 
@@ -109,6 +113,6 @@ def format_main_scores(panels: Sequence[ScorePanel]) -> str:
 
 
 def _print_and_run(*words: str) -> None:
-    say("")
-    say(f"$ ssl-bench {quote_command(words)}")
+    print_message("")
+    print_message(f"$ ssl-bench {quote_command(words)}")
     run_command(words)

@@ -13,7 +13,7 @@ from ssl_bench.results import SUPERVISED, Record, RecordedEncoder, ResultStore, 
 from ssl_bench.results.record import MAX_FILE_BYTES
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.files import file_name, read_digests, read_untrusted
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 from ssl_bench.tables.depth import main_metrics
 from ssl_bench.tables.entries import model_names
 from ssl_bench.tables.sheets import FORMATS, Table, as_parquet, default_format, render_tables
@@ -75,14 +75,14 @@ def open_store(out: str) -> Generator[ResultStore]:
     try:
         yield store
     except (ConfigurationError, DataError) as error:
-        notes = store.notes()
+        notes = store.describe_left_out()
         if not notes or str(store.root / "records") in str(error):
             raise
         raise type(error)("; ".join([str(error), *notes]), hint=error.hint) from error
-    for line in store.notes():
-        say(line)
-    if mismatches := dict.fromkeys(store.damaged, _MISMATCH):
-        say(
+    for line in store.describe_left_out():
+        print_message(line)
+    if mismatches := dict.fromkeys(store.damaged_files, _MISMATCH):
+        print_message(
             f"ignored per-image values: {summarise_problems(mismatches)}. Probe again with "
             "--overwrite to replace them"
         )
@@ -101,7 +101,7 @@ def select_main_metrics(
     selected = [r for r in records if main[tuple(getattr(r, name) for name in fields)] == r.metric]
     shown = {record.metric for record in selected}
     if others := sorted({record.metric for record in records} - shown):
-        say(
+        print_message(
             f"metrics not shown: {', '.join(others)}. Use --metric {others[0]} to show one metric, "
             f"or {advice}"
         )
@@ -231,7 +231,7 @@ def find_recorded_encoder(
             if is_file:
                 raise
             # `name` may be a misspelled name. The error below lists the known names.
-            say(str(error))
+            print_message(str(error))
     if len(matches) != 1:
         known = ", ".join(f"{encoders[one].model} {one[:8]}" for one in sorted(encoders))
         problem = "several encoders match" if matches else "no encoder with records matches"

@@ -19,7 +19,7 @@ from ssl_bench.report.writing import require_replaceable, write_report
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.files import expand_path, resolve_links
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 from ssl_bench.system.process import pause_garbage_collection
 from ssl_bench.tables.run_logs import RunLog, read_run_logs
 
@@ -39,16 +39,18 @@ def command(options: argparse.Namespace) -> int:
             )
             number = len(report.checkpoints)
             if not report.pairs and number > MAX_PAIRED:
-                say(
+                print_message(
                     f"the report compares no pairs, because it has {number} checkpoints. Use "
                     "--pair A B to compare two of them."
                 )
             write_report(report, folder)
         counts = f"{_count(len(records), 'record')} of {_count(number, 'checkpoint')}"
         counts += f", {_count(len(logs), 'run')}" if logs else ""
-        say(f"{counts}: {folder / 'index.html'}")
+        print_message(f"{counts}: {folder / 'index.html'}")
     if rejected := report.pictures.rejected_paths:
-        say(f"{_count(len(rejected), 'picture')} cannot be shown: {summarise_problems(rejected)}")
+        print_message(
+            f"{_count(len(rejected), 'picture')} cannot be shown: {summarise_problems(rejected)}"
+        )
     return 0
 
 
@@ -84,7 +86,7 @@ def _read_logs(
     try:
         return read_run_logs(find_recorded_runs(records, dict.fromkeys(places)))
     except (DataError, OSError) as error:
-        say(f"the report has no training curves: {error}")
+        print_message(f"the report has no training curves: {error}")
         return []
 
 

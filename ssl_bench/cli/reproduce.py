@@ -25,7 +25,7 @@ from ssl_bench.results.record import SUPERVISED, Record, encoder_id
 from ssl_bench.results.store import ResultStore
 from ssl_bench.system.endings import Outcome, run_and_catch
 from ssl_bench.system.files import expand_path, read_digests
-from ssl_bench.system.output import align_columns, escape_lines, quote_command, say
+from ssl_bench.system.output import align_columns, escape_lines, print_message, quote_command
 from ssl_bench.system.process import get_process_info
 from ssl_bench.tables.paper import PaperTable, paper_table
 from ssl_bench.tables.published import (
@@ -212,15 +212,15 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         plan.require_roots()
         for step, outcome in run_steps(plan, run_command, debug=options.debug):
             outcomes.append(outcome)
-            say(outcome.line(f"{len(outcomes)} of {len(plan.steps)}", step.title))
+            print_message(outcome.line(f"{len(outcomes)} of {len(plan.steps)}", step.title))
         counts = Counter(outcome.state for outcome in outcomes)
-        say("")
-        say(f"{counts['finished']} steps finished, {counts['failed']} failed")
+        print_message("")
+        print_message(f"{counts['finished']} steps finished, {counts['failed']} failed")
         if counts["failed"]:
-            say("run the same command again to continue with the unfinished steps")
+            print_message("run the same command again to continue with the unfinished steps")
     print(render_tables([fill_table(plan)], default_format()))
     for command_line in _curve_commands(plan):
-        say(f"to draw the curves: {command_line}")
+        print_message(f"to draw the curves: {command_line}")
     return next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0)
 
 
@@ -533,8 +533,8 @@ def _load_records(out: Path) -> list[Record]:
         records = store.records()
     except DataError:
         return []
-    for line in store.notes():
-        say(line)
+    for line in store.describe_left_out():
+        print_message(line)
     return records
 
 
@@ -642,12 +642,12 @@ def run_steps(
     """
     failed: set[str] = set()
     for number, step in enumerate(plan.steps, 1):
-        say("")
-        say(f"step {number} of {len(plan.steps)}: {step.title}")
+        print_message("")
+        print_message(f"step {number} of {len(plan.steps)}: {step.title}")
         if step.needed_run in failed:
             outcome = Outcome(0.0, 1, f"needs {step.needed_run}, which is not finished")
         else:
-            say(f"$ ssl-bench {quote_command(step.arguments)}")
+            print_message(f"$ ssl-bench {quote_command(step.arguments)}")
             outcome = run_and_catch(
                 lambda arguments=step.arguments: execute(arguments), step.arguments[0], debug=debug
             )

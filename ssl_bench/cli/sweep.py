@@ -23,7 +23,7 @@ from ssl_bench.sweep import (
 )
 from ssl_bench.system.device import choose_device, visible_devices
 from ssl_bench.system.endings import Outcome
-from ssl_bench.system.output import dump_json, quote_command, say
+from ssl_bench.system.output import dump_json, print_message, quote_command
 from ssl_bench.system.process import require_single_process
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
@@ -89,20 +89,20 @@ def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
     outcomes: dict[tuple[str, ...], Outcome] = {}
     for job, outcome in running:
         outcomes[job.arguments] = outcome
-        say(outcome.line(f"{len(outcomes)} of {len(jobs)}", job.title))
+        print_message(outcome.line(f"{len(outcomes)} of {len(jobs)}", job.title))
     return {job.arguments: outcomes[job.arguments] for job in jobs}
 
 
 def _log_summary(jobs: Sequence[Job], outcomes: Outcomes, out: str) -> None:
     counts = Counter(outcome.state for outcome in outcomes.values())
     table = quote_command(["ssl-bench", "table", "--out", out])
-    say(
+    print_message(
         f"{counts['finished']} jobs finished, {counts['failed']} failed, "
         f"{len(jobs) - len(outcomes)} skipped because their results exist"
     )
-    say(f"run `{table}` to print the results")
+    print_message(f"run `{table}` to print the results")
     if counts["failed"]:
-        say("run the same command again to retry the failed jobs")
+        print_message("run the same command again to retry the failed jobs")
 
 
 def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
@@ -112,8 +112,10 @@ def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
         [probe_command(job) for job in jobs], settings=_array_settings(options), logs=logs
     )
     array = submitted[0].job_id.partition("_")[0]
-    say(f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {logs}")
-    say("when the array has ended, run the same command again to submit the unfinished jobs")
+    print_message(f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {logs}")
+    print_message(
+        "when the array has ended, run the same command again to submit the unfinished jobs"
+    )
 
 
 def _logs(options: argparse.Namespace) -> Path:

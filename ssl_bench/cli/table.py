@@ -20,8 +20,8 @@ from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import check_values
-from ssl_bench.results.store import PACKED
-from ssl_bench.system.output import say
+from ssl_bench.results.store import PACKED_FILE
+from ssl_bench.system.output import print_message
 from ssl_bench.tables.depth import (
     ScoreTable,
     depth_tables,
@@ -55,8 +55,8 @@ def command(options: argparse.Namespace) -> int:
         return 0
     with open_store(options.out) as store:
         if options.pack:
-            packed = store.root / PACKED
-            say(f"packed {store.pack()} records into {packed}, which all commands read")
+            packed = store.root / PACKED_FILE
+            print_message(f"packed {store.pack()} records into {packed}, which all commands read")
             return 0
         records = load_selected_records(options, store)
         check_values(store, records)
@@ -73,7 +73,7 @@ def command(options: argparse.Namespace) -> int:
 def _draw_figure(tables: Sequence[ScoreTable], options: argparse.Namespace) -> None:
     if options.figure:
         draw_curves(tables, Path(options.figure))
-        say(f"figure: {options.figure}")
+        print_message(f"figure: {options.figure}")
 
 
 def _is_overview(options: argparse.Namespace) -> bool:

@@ -17,13 +17,13 @@ import yaml
 
 from ssl_bench.composition.fields import format_value
 from ssl_bench.errors import (
-    BrokenFile,
+    BrokenFileError,
     ConfigurationError,
     broken_file_error,
     escape_braces,
     join_alternatives,
 )
-from ssl_bench.system.files import PACKAGE
+from ssl_bench.system.files import PACKAGE_FOLDER
 
 MAX_NAME_LENGTH = 200
 EXTENSIBLE_GROUPS = ("model", "probe", "dataset", "objective", "optimizer")
@@ -102,8 +102,8 @@ def config_folder() -> Path:
 
     It is `configs` in a git checkout, and `ssl_bench/configs` in an installed wheel.
     """
-    inside = PACKAGE / "configs"
-    return inside if inside.is_dir() else PACKAGE.parent / "configs"
+    inside = PACKAGE_FOLDER / "configs"
+    return inside if inside.is_dir() else PACKAGE_FOLDER.parent / "configs"
 
 
 def choices(group: str) -> list[str]:
@@ -142,7 +142,7 @@ def load_entry_point(point: metadata.EntryPoint) -> Any:
     """Import the object that an entry point refers to.
 
     Raises:
-        BrokenFile: The module cannot be imported, or does not contain the object.
+        BrokenFileError: The module cannot be imported, or does not contain the object.
     """
     try:
         return point.load()
@@ -153,7 +153,7 @@ def load_entry_point(point: metadata.EntryPoint) -> Any:
             # The module does not contain the object. The traceback ends in the standard library.
             reason = error
         package = point.dist.name if point.dist else point.module
-        raise BrokenFile(
+        raise BrokenFileError(
             f"cannot load the entry point {point.name} = {point.value} of the package {package}: "
             f"{reason}"
         ) from error

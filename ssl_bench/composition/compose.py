@@ -345,8 +345,8 @@ def instantiate(value: Any, key: str) -> Any:
     arguments = {str(name): instantiate(item, _join(key, name)) for name, item in value.items()}
     if TARGET not in arguments:
         return arguments
-    kind = component_class(arguments.pop(TARGET), _join(key, TARGET))
-    parameters = {item.name: item for item in fields(kind) if item.init}
+    cls = import_component(arguments.pop(TARGET), _join(key, TARGET))
+    parameters = {item.name: item for item in fields(cls) if item.init}
     for name in arguments:
         if name not in parameters:
             known = [_join(key, parameter) for parameter in parameters]
@@ -358,40 +358,40 @@ def instantiate(value: Any, key: str) -> Any:
             raise ConfigurationError(
                 f"expected a value for {_join(key, name)}, which has no default value"
             )
-    return kind(**arguments)
+    return cls(**arguments)
 
 
-def component_class(address: Any, key: str) -> type:
+def import_component(import_path: Any, key: str) -> type:
     """Import a class that a configuration may use, from its import path.
 
     Args:
-        address: Import path, such as "probes.knn.KNN". It must belong to a dataclass of this
+        import_path: Import path, such as "probes.knn.KNN". It must belong to a dataclass of this
             repository or to an entry point of an installed package.
         key: Config key of the import path, for error messages.
 
     Raises:
         ConfigurationError: The class is not allowed.
-        BrokenFile: The file of the class cannot be imported.
+        BrokenFileError: The file of the class cannot be imported.
     """
-    address = _MOVED.get(str(address), address)
-    package, name = str(address).partition(".")[0], str(address).rpartition(".")[2]
+    import_path = _MOVED.get(str(import_path), import_path)
+    package, name = str(import_path).partition(".")[0], str(import_path).rpartition(".")[2]
     if package in PACKAGES:
-        kind = _import_attribute(str(address))
-        home = str(getattr(kind, "__module__", "")).partition(".")[0]
-        if isinstance(kind, type) and is_dataclass(kind) and home in PACKAGES:
-            return kind
+        cls = _import_attribute(str(import_path))
+        home = str(getattr(cls, "__module__", "")).partition(".")[0]
+        if isinstance(cls, type) and is_dataclass(cls) and home in PACKAGES:
+            return cls
     for point in (point for group in EXTENSIBLE_GROUPS for point in entry_points(group).values()):
-        if str(address) == f"{point.module}.{point.attr}":
+        if str(import_path) == f"{point.module}.{point.attr}":
             return _load_component(point)
     raise ConfigurationError(
-        f"{key}={format_value(address)} is not allowed: {name!r} is neither a dataclass of "
+        f"{key}={format_value(import_path)} is not allowed: {name!r} is neither a dataclass of "
         f"{', '.join(PACKAGES)} nor an entry point of an installed package (docs/extending.md)"
     )
 
 
-def _import_attribute(address: str) -> Any:
+def _import_attribute(import_path: str) -> Any:
     """Import an object such as "probes.knn.KNN", or return None if it does not exist."""
-    module, _, name = address.rpartition(".")
+    module, _, name = import_path.rpartition(".")
     try:
         return getattr(import_module(module), name, None) if module else None
     except ModuleNotFoundError as error:
@@ -404,12 +404,12 @@ def _import_attribute(address: str) -> Any:
 
 
 def _load_component(point: metadata.EntryPoint) -> type:
-    kind = load_entry_point(point)
-    if not (isinstance(kind, type) and is_dataclass(kind)):
+    cls = load_entry_point(point)
+    if not (isinstance(cls, type) and is_dataclass(cls)):
         raise ConfigurationError(
             f"the entry point {point.name} = {point.value} must be a dataclass"
         )
-    return kind
+    return cls
 
 
 def fill_defaults(value: Any, key: str) -> Any:
@@ -429,14 +429,14 @@ def fill_defaults(value: Any, key: str) -> Any:
     values = {str(name): fill_defaults(item, _join(key, name)) for name, item in value.items()}
     if TARGET not in values:
         return values
-    kind = component_class(values[TARGET], _join(key, TARGET))
-    missing = {name: item for name, item in defaults(kind).items() if name not in values}
+    cls = import_component(values[TARGET], _join(key, TARGET))
+    missing = {name: item for name, item in defaults(cls).items() if name not in values}
     return values | {name: _to_plain(default) for name, default in missing.items()}
 
 
-def defaults(kind: type) -> dict[str, Any]:
+def defaults(cls: type) -> dict[str, Any]:
     """Return the default values of a dataclass by field name. Fields without one are left out."""
-    values = {item.name: get_default(item) for item in fields(kind) if item.init}
+    values = {item.name: get_default(item) for item in fields(cls) if item.init}
     return {name: value for name, value in values.items() if value is not MISSING}
 
 
@@ -452,8 +452,8 @@ def _to_plain(default: Any) -> Any:
     """
     if is_dataclass(default):
         values = {item.name: getattr(default, item.name) for item in fields(default) if item.init}
-        address = f"{type(default).__module__}.{type(default).__qualname__}"
-        return {TARGET: address, **{name: _to_plain(item) for name, item in values.items()}}
+        import_path = f"{type(default).__module__}.{type(default).__qualname__}"
+        return {TARGET: import_path, **{name: _to_plain(item) for name, item in values.items()}}
     if isinstance(default, Mapping):
         return {str(name): _to_plain(item) for name, item in default.items()}
     return [_to_plain(item) for item in default] if isinstance(default, (tuple, list)) else default
@@ -475,29 +475,29 @@ def describe_keys(config: Any, key: str = "") -> dict[str, tuple[str, str]]:
     """
     if not isinstance(config, Mapping):
         return {}
-    kinds, meanings, described = {}, {}, {}
+    types, meanings, described = {}, {}, {}
     if TARGET in config:
-        kind = component_class(config[TARGET], _join(key, TARGET))
-        kinds = {item.name: item.type for item in fields(kind)}
-        meanings = attribute_docs(kind)
+        cls = import_component(config[TARGET], _join(key, TARGET))
+        types = {item.name: item.type for item in fields(cls)}
+        meanings = attribute_docs(cls)
     for name, item in config.items():
         full = _join(key, name)
-        if name in kinds:
+        if name in types:
             is_component = isinstance(item, Mapping) and TARGET in item
-            expected = "" if is_component else describe_type(kinds[name])
+            expected = "" if is_component else describe_type(types[name])
             described[full] = expected, meanings.get(name, "")
         described |= describe_keys(item, full)
     return described
 
 
-def attribute_docs(kind: type) -> dict[str, str]:
+def attribute_docs(cls: type) -> dict[str, str]:
     """Return the first sentence about each attribute of a class, from its docstring.
 
     The docstrings of base classes are read too. Only the section "Attributes" or "Args" is used. If
     several classes describe an attribute, the text of the subclass is returned.
     """
     docs = {}
-    for base in reversed(kind.__mro__):
+    for base in reversed(cls.__mro__):
         text = inspect.cleandoc(base.__dict__.get("__doc__") or "")
         section = re.split(r"^(?:Attributes|Args):\n", text, flags=re.MULTILINE)[-1]
         # The first line of an attribute is indented by four spaces, and further lines by more.
@@ -518,9 +518,9 @@ def list_protocols(task: str, probe: type) -> list[str]:
         task: Name of the task.
         probe: Class of the probe.
     """
-    kind = next((item.type for item in fields(probe) if item.name == "protocol"), None)
-    literals = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
-    return choices(protocol_group(task)) or literals
+    annotation = next((item.type for item in fields(probe) if item.name == "protocol"), None)
+    names = get_args(annotation) if get_origin(annotation) is Literal else ()
+    return choices(protocol_group(task)) or [str(name) for name in names]
 
 
 def protocol_group(task: str) -> str:

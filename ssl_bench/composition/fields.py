@@ -120,9 +120,9 @@ def check_fields(component: Any, key: str) -> None:
     Raises:
         ConfigurationError: A value is not allowed.
     """
-    for name, kind in _field_types(component).items():
+    for name, annotation in _field_types(component).items():
         value, full_name = getattr(component, name), f"{key}.{name}" if key else name
-        converted = require_type(full_name, kind, value)
+        converted = require_type(full_name, annotation, value)
         if is_dataclass(value) and not isinstance(value, type):
             check_fields(value, full_name)
         elif converted is not value:
@@ -135,17 +135,21 @@ def _field_types(component: Any) -> dict[str, Any]:
     A field is left out if its annotation is a text that cannot be evaluated.
     """
     types = {item.name: item.type for item in fields(component)}
-    if not any(isinstance(kind, str) for kind in types.values()):
+    if not any(isinstance(annotation, str) for annotation in types.values()):
         return types
     try:
         evaluated = get_type_hints(type(component), include_extras=True)
     # The evaluation fails if a name is only imported under TYPE_CHECKING.
     except (NameError, AttributeError, TypeError):
-        return {name: kind for name, kind in types.items() if not isinstance(kind, str)}
+        return {
+            name: annotation
+            for name, annotation in types.items()
+            if not isinstance(annotation, str)
+        }
     return {name: evaluated[name] for name in types}
 
 
-def require_type(key: str, kind: Any, value: Any) -> Any:
+def require_type(key: str, annotation: Any, value: Any) -> Any:
     """Check that a type annotation allows a value, and return the value or a converted value.
 
     A whole number becomes a float if the type is float. A single number becomes a list if the type
@@ -153,20 +157,20 @@ def require_type(key: str, kind: Any, value: Any) -> Any:
 
     Args:
         key: Config key of the value, such as "probe.tau", for the error message.
-        kind: Type annotation, such as `Fraction` or `int | None`.
+        annotation: Type annotation, such as `Fraction` or `int | None`.
         value: The value to check.
 
     Raises:
         ConfigurationError: The value is not allowed. The message states the allowed values.
     """
     try:
-        return _convert(kind, value)
+        return _convert(annotation, value)
     except _IllegalValue:
-        takes_text, text_key = _fits(kind, "name"), escape_braces(key)
+        takes_text, text_key = _fits(annotation, "name"), escape_braces(key)
         is_number = isinstance(value, int | float)
         hint = (f"{text_key}='{value}'",) if takes_text and is_number else ()
         raise ConfigurationError(
-            f"{key} expects {describe_type(kind)}, got {format_value(value)}", hint=hint
+            f"{key} expects {describe_type(annotation)}, got {format_value(value)}", hint=hint
         ) from None
 
 
@@ -179,8 +183,8 @@ class _IllegalValue(Exception):
     pass
 
 
-def _convert(kind: Any, value: Any) -> Any:
-    origin, parts = get_origin(kind), get_args(kind)
+def _convert(annotation: Any, value: Any) -> Any:
+    origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         converted = _convert(parts[0], value)
         if parts[1].contains(converted):
@@ -194,40 +198,40 @@ def _convert(kind: Any, value: Any) -> Any:
             # Prefer a result without a conversion: in a field of type `Count | FractionBelowOne`,
             # the whole number 1 must not become a float.
             return next((same for same in accepted if same is value), accepted[0])
-    elif kind is int or kind is float:
-        if _is_finite_number(kind, value):
-            return float(value) if kind is float and type(value) is int else value
+    elif annotation is int or annotation is float:
+        if _is_finite_number(annotation, value):
+            return float(value) if annotation is float and type(value) is int else value
     elif isinstance(origin, type) and issubclass(origin, Mapping):
         if isinstance(value, Mapping):
             converted = {key: _convert(parts[1], item) for key, item in value.items()}
             return converted if any(converted[key] is not value[key] for key in value) else value
     elif isinstance(origin, type) and issubclass(origin, Sequence):
         return _convert_list(parts[0], value)
-    elif kind is Any or not isinstance(kind, type) or isinstance(value, kind):
+    elif annotation is Any or not isinstance(annotation, type) or isinstance(value, annotation):
         return value
     raise _IllegalValue
 
 
-def _convert_list(kind: Any, value: Any) -> Any:
+def _convert_list(annotation: Any, value: Any) -> Any:
     if isinstance(value, int | float):
-        return [_convert(kind, value)]
+        return [_convert(annotation, value)]
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise _IllegalValue
-    items = [_convert(kind, item) for item in value]
+    items = [_convert(annotation, item) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     return tuple(items) if isinstance(value, tuple) else items
 
 
-def _is_finite_number(kind: type, value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+def _is_finite_number(annotation: type, value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if annotation is int else (int, float)):
         return False
-    return kind is int or abs(value) <= sys.float_info.max
+    return annotation is int or abs(value) <= sys.float_info.max
 
 
-def _fits(kind: Any, value: Any) -> bool:
+def _fits(annotation: Any, value: Any) -> bool:
     try:
-        _convert(kind, value)
+        _convert(annotation, value)
     except _IllegalValue:
         return False
     return True
@@ -245,11 +249,11 @@ def format_value(value: Any) -> str:
     return words[value] if value is None or value is True or value is False else _SHORT.repr(value)
 
 
-def describe_type(kind: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """Describe the values that a type allows, such as "a whole number in [1, 8192]"."""
-    if kind in _WORDS:
-        return _WORDS[kind]
-    origin, parts = get_origin(kind), get_args(kind)
+    if annotation in _WORDS:
+        return _WORDS[annotation]
+    origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated and parts[0] is str:
         return str(parts[1])
     if origin is Annotated and isinstance(parts[1], ListLength):

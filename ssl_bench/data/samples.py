@@ -22,7 +22,7 @@ from ssl_bench.composition.fields import check_fields
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.files import expand_path
 
-IGNORED: Final = 255
+IGNORE_INDEX: Final = 255
 """Class number of mask pixels that losses and scores ignore."""
 
 
@@ -104,7 +104,7 @@ class Sample:
     Attributes:
         image_id: Id of the image, unique within the dataset.
         image: RGB image with values from 0 to 255.
-        mask: Class number of each pixel, or 255 (`IGNORED`) for a pixel that is not scored.
+        mask: Class number of each pixel, or 255 (`IGNORE_INDEX`) for a pixel that is not scored.
         boxes: Ground-truth boxes as (x0, y0, x1, y1) in pixels. The edges x1 and y1 are exclusive.
         label: Class number of the whole image.
         pair: Second image with corresponding points.

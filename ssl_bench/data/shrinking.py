@@ -19,7 +19,7 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
-from ssl_bench.system.output import say, show_progress
+from ssl_bench.system.output import print_message, show_progress
 
 METADATA_FILE = Path(".ssl-bench/shrunk.json")
 """Path below the folder of the copies of a file that states how they were made."""
@@ -88,7 +88,9 @@ def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
             f"copied. The first error: {errors[0]}"
         )
     if extra := sorted(set(find_image_paths(out)).difference(images.ids)):
-        say(f"{len(extra):,} images in {out} have no image in {source}: {join_names(extra)}")
+        print_message(
+            f"{len(extra):,} images in {out} have no image in {source}: {join_names(extra)}"
+        )
     sizes = [((source / name).stat().st_size, (out / name).stat().st_size) for name in images.ids]
     about = {
         **settings,

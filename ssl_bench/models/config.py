@@ -78,7 +78,7 @@ def find_registered(group: str, name: str) -> Any:
 
     Raises:
         ConfigurationError: The group does not contain the name.
-        BrokenFile: The module of an installed package cannot be imported.
+        BrokenFileError: The module of an installed package cannot be imported.
     """
     if address := _BUILT_IN[group].get(name):
         module, _, attribute = address.partition(":")

@@ -284,9 +284,11 @@ def find_lower_blocks(
     if best is None:
         return None
     side = load_per_image_scores(store, panel, line.checkpoint) if is_paired else None
-    if side is not None and best.layer in side.curve.blocks:
+    if side is not None and best.layer in side.curve.layer_estimates:
         highest = get_block_score(side.curve, best.layer)
-        rows = [subtract("", highest, get_block_score(side.curve, n)) for n in side.curve.blocks]
+        rows = [
+            subtract("", highest, get_block_score(side.curve, n)) for n in side.curve.layer_estimates
+        ]
         return {row.layers[1][0] for row in rows if row.is_significant and row.value > 0}
     low = best.low
     highs = {entry.layer: entry.high for entry in line.entries if not entry.is_degenerate}

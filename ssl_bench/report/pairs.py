@@ -182,7 +182,7 @@ def compare_in_panel(
 
     blocks = compare_block_by_block(first.curve, second.curve)
     summary = compare_best_blocks(first.curve, second.curve)
-    layers = (first.curve.best, second.curve.best)
+    layers = (first.curve.best_layer, second.curve.best_layer)
     values = (first.curve.per_image[layers[0]], second.curve.per_image[layers[1]])
     have_best = first.curve.has_best and second.curve.has_best
     encoders = tuple(next(iter(side.records.values())) for side in (first, second))

@@ -15,7 +15,7 @@ from typing import Any
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.report.drawing import Point
 from ssl_bench.results import Record
-from ssl_bench.system.files import encoder_folder, natural_sort_key
+from ssl_bench.system.files import figures_folder_prefix, natural_sort_key
 from ssl_bench.system.output import safe_file_name
 from ssl_bench.tables.entries import (
     ScoreEntry,
@@ -87,7 +87,7 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
     """Return the checkpoints that occur in the records (stored scores), sorted by name."""
     folders: dict[str, set[str]] = defaultdict(set)
     for encoder, model in {(record.encoder_id, record.model) for record in records}:
-        folders[encoder].add(encoder_folder(model, encoder))
+        folders[encoder].add(figures_folder_prefix(model, encoder))
     latest = {record.encoder_id: record for record in records}
     names = sorted(model_names(records).items(), key=lambda item: natural_sort_key(item[1]))
     skipless = {name: lacks_skips(name, latest[encoder].architecture) for encoder, name in names}
@@ -317,7 +317,7 @@ class ScorePanel:
 
     @property
     def is_corrupted(self) -> bool:
-        return self.record.corrupted is not None
+        return self.record.corruption is not None
 
     @property
     def drawn_lines(self) -> tuple[ScoreLine, ...]:

@@ -138,7 +138,7 @@ def draw_severities(records: Sequence[Record]) -> list[tuple[SeverityTable, Char
     There is one table and one chart per encoder and corruption, for the main metric of each task.
     The list is empty if there are no records of corrupted images.
     """
-    corrupted = [record for record in records if record.corrupted is not None]
+    corrupted = [record for record in records if record.corruption is not None]
     metrics = main_metrics(corrupted, ("task",))
     shown = [record for record in records if metrics.get((record.task,)) == record.metric]
     drawn = []

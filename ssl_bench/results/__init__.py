@@ -1,12 +1,12 @@
 """Store results of probes: records, per-image values, and the folders that contain them."""
 
 from ssl_bench.results.record import (
-    CORRUPTED,
+    CORRUPTION_KEY,
     ENCODER_FIELDS,
     MAX_DEGENERATE_PERCENT,
     OLD_FORMAT,
     SUPERVISED,
-    TRAINED_ON,
+    TRAINING_IMAGES_KEY,
     Baseline,
     PerImage,
     PerImageKind,
@@ -21,12 +21,12 @@ from ssl_bench.results.record import (
 from ssl_bench.results.store import ResultStore, to_pandas
 
 __all__ = [
-    "CORRUPTED",
+    "CORRUPTION_KEY",
     "ENCODER_FIELDS",
     "MAX_DEGENERATE_PERCENT",
     "OLD_FORMAT",
     "SUPERVISED",
-    "TRAINED_ON",
+    "TRAINING_IMAGES_KEY",
     "Baseline",
     "PerImage",
     "PerImageKind",

@@ -20,7 +20,7 @@ _COLUMNS = ("file", "record", "images")
 _ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
 
 
-class Row(NamedTuple):
+class PackedRecord(NamedTuple):
     """One row of `records.parquet`. It replaces the JSON file and the `.npz` file of one record.
 
     A record is the stored result of one evaluation.
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     digest: bytes | None = None
 
 
-def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]:
+def read_rows(root: Path, path: Path) -> tuple[dict[Path, PackedRecord], dict[Path, PackedRecord]]:
     """Read the rows of a Parquet file of records, which are stored results.
 
     Args:
@@ -64,7 +64,7 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]
             raise ValueError(f"found {table.num_rows} rows, but the metadata states another number")
         valid, damaged = {}, {}
         for file, record, images, digest in zip(*columns, digests, strict=True):
-            row = Row(record, images, digest)
+            row = PackedRecord(record, images, digest)
             is_valid = not has_digests or digest == _row_digest(file, row)
             (valid if is_valid else damaged)[root.joinpath(*os.fsdecode(file).split("/"))] = row
     # The decoder may raise any class of exception. A damaged file can state a huge size, so
@@ -76,7 +76,7 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]
     return valid, damaged
 
 
-def write_rows(file: BinaryIO, root: Path, rows: Mapping[Path, Row]) -> None:
+def write_rows(file: BinaryIO, root: Path, rows: Mapping[Path, PackedRecord]) -> None:
     """Write a Parquet file of records, which are stored results.
 
     Args:
@@ -106,7 +106,7 @@ def write_rows(file: BinaryIO, root: Path, rows: Mapping[Path, Row]) -> None:
     pyarrow.parquet.write_table(table, file, compression="zstd")
 
 
-def _row_digest(file: bytes, row: Row) -> bytes:
+def _row_digest(file: bytes, row: PackedRecord) -> bytes:
     parts = (file, row.content, b"" if row.images is None else b"." + row.images)
     # The parts are hashed separately, so that moving a byte to the next part changes the digest.
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()

@@ -12,7 +12,7 @@ from jaxtyping import Float64, Int64
 
 from ssl_bench.intervals import (
     Estimate,
-    Share,
+    Proportion,
     bootstrap_estimate,
     mean_estimate,
     mean_iou_estimate,
@@ -35,7 +35,7 @@ NUM_FOLDS = 5
 
 
 @dataclass(frozen=True)
-class Kind:
+class MetricRule:
     """A rule that computes a metric in percent from per-image values.
 
     For example, the rule "hits" computes the percentage of images with the value 1. `PerImageKind`
@@ -54,7 +54,7 @@ class Kind:
 
 def _score_of_sums(
     score: Callable[[Any], Any], shape: tuple[int | None, ...], estimate: Callable[[Any], Estimate]
-) -> Kind:
+) -> MetricRule:
     """Return the rule for a metric that is computed from counts summed over images, such as mIoU.
 
     Args:
@@ -62,17 +62,19 @@ def _score_of_sums(
         shape: Shape of the counts of one image. None stands for any length.
         estimate: Function that computes the metric and the data for its confidence interval.
     """
-    return Kind(shape, lambda per_image: float(score(per_image.sum(0, dtype=np.int64))), estimate)
+    return MetricRule(
+        shape, lambda per_image: float(score(per_image.sum(0, dtype=np.int64))), estimate
+    )
 
 
-def _mean_of_scores(score: Callable[[Any], Any], shape: tuple[int | None, ...]) -> Kind:
+def _mean_of_scores(score: Callable[[Any], Any], shape: tuple[int | None, ...]) -> MetricRule:
     """Return the rule for a metric that is the mean score of single images.
 
     Args:
         score: Function that computes the score of each image in percent from its values.
         shape: Shape of the values of one image. None stands for any length.
     """
-    return Kind(
+    return MetricRule(
         shape,
         lambda per_image: float(score(per_image).mean()),
         lambda per_image: mean_estimate(score(per_image)),
@@ -88,16 +90,16 @@ def _percent_of_points(per_image: PerImage) -> Float64[np.ndarray, " images"]:
     return 100.0 * correct / points
 
 
-def _score_of_detections(score: Callable[[Any], Any]) -> Kind:
+def _score_of_detections(score: Callable[[Any], Any]) -> MetricRule:
     return _score_of_sums(score, (None, None), partial(bootstrap_estimate, score=score))
 
 
 _PIXEL_COUNTS = (3, None)
 # The keys are the names in `PerImageKind`.
-_KINDS: Mapping[str, Kind] = {
-    "hits": Kind((), _percent_of_hits, lambda hits: Share(hits.astype(bool))),
+_RULES: Mapping[str, MetricRule] = {
+    "hits": MetricRule((), _percent_of_hits, lambda hits: Proportion(hits.astype(bool))),
     "percent": _mean_of_scores(lambda percent: percent.astype(np.float64), ()),
-    "hits_of_draws": Kind(
+    "hits_of_draws": MetricRule(
         (None,), _percent_of_hits, lambda hits: mean_estimate(100.0 * hits.mean(1))
     ),
     "points": _mean_of_scores(_percent_of_points, (2,)),
@@ -145,22 +147,22 @@ def matches_record(per_image: PerImage, record: Record) -> bool:
     values must also have the shape that `PerImageKind` describes. Pixel counts must be consistent.
     For example, a class cannot have more correct pixels than predicted pixels.
     """
-    kind = _KINDS.get(record.per_image_kind or guess_kind(record.metric, per_image))
+    rule = _RULES.get(record.per_image_kind or guess_kind(record.metric, per_image))
     shape = per_image.shape[1:]
     if (
-        kind is None
-        or len(shape) != len(kind.shape)
-        or any(length not in (None, own) for own, length in zip(shape, kind.shape, strict=True))
+        rule is None
+        or len(shape) != len(rule.shape)
+        or any(length not in (None, own) for own, length in zip(shape, rule.shape, strict=True))
     ):
         return False
-    if kind.shape == _PIXEL_COUNTS:
+    if rule.shape == _PIXEL_COUNTS:
         correct, predicted, true = per_image.swapaxes(0, 1)
         # Each counted pixel has one predicted and one true class, so the two sums must be equal.
         if (correct > np.minimum(predicted, true)).any():
             return False
         if (predicted.sum(1) != true.sum(1)).any():
             return False
-    value = kind.value(per_image)
+    value = rule.value(per_image)
     # Allow for rounding, because the recorded mean of floats may have been computed in float32.
     rel_tol = 1e-5 if per_image.dtype.kind == "f" else 0
     is_near = math.isclose(value, record.value, rel_tol=rel_tol, abs_tol=1e-6)
@@ -199,12 +201,12 @@ class ImageCurve:
         return tuple(n for n in self.per_image if not is_degenerate(self.degenerate.get(n)))
 
     def value(self, per_image: PerImage) -> float:
-        return self._kind(per_image).value(per_image)
+        return self._rule(per_image).value(per_image)
 
     def estimate(self, per_image: PerImage) -> Estimate:
-        return self._kind(per_image).estimate(per_image)
+        return self._rule(per_image).estimate(per_image)
 
-    def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
+    def find_best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
         """Return the index of the block with the highest metric.
 
         Only blocks in `candidates`, which must not be empty, are compared.
@@ -232,7 +234,7 @@ class ImageCurve:
         layers = []
         for fold in folds:
             others = np.setdiff1d(order, fold)
-            layers.append(self.best_layer(others if len(others) else fold))
+            layers.append(self.find_best_layer(others if len(others) else fold))
             per_image[fold] = self.per_image[layers[-1]][fold]
         return per_image, layers
 
@@ -241,17 +243,17 @@ class ImageCurve:
         return bool(self.candidates)
 
     @cached_property
-    def best(self) -> int:
+    def best_layer(self) -> int:
         """Index of the best block, or of the last block if none may be reported as best."""
-        return self.best_layer() if self.candidates else max(self.per_image)
+        return self.find_best_layer() if self.candidates else max(self.per_image)
 
     @cached_property
-    def blocks(self) -> Mapping[int, Estimate]:
+    def layer_estimates(self) -> Mapping[int, Estimate]:
         """The metric by block index, with the data for its confidence interval."""
         return {layer: self.estimate(values) for layer, values in self.per_image.items()}
 
     @property
-    def held_out(self) -> Estimate:
+    def held_out_estimate(self) -> Estimate:
         """Metric at blocks that are chosen on other images than those on which they are scored.
 
         This is a cross-validation. The images are split into folds, and each fold is scored with
@@ -281,14 +283,15 @@ class ImageCurve:
     @cached_property
     def _held_out(self) -> tuple[Estimate, tuple[int, ...]]:
         if not self.candidates:
-            return self.blocks[self.best], (self.best,)
+            return self.layer_estimates[self.best_layer], (self.best_layer,)
         per_image, layers = self.choose_held_out()
         # If all folds choose the same block, the difference to this block must be exactly 0.
         is_one_block = len(set(layers)) == 1
-        return self.blocks[layers[0]] if is_one_block else self.estimate(per_image), tuple(layers)
+        estimate = self.layer_estimates[layers[0]] if is_one_block else self.estimate(per_image)
+        return estimate, tuple(layers)
 
-    def _kind(self, per_image: PerImage) -> Kind:
-        return _KINDS[self.kind or guess_kind(self.metric, per_image)]
+    def _rule(self, per_image: PerImage) -> MetricRule:
+        return _RULES[self.kind or guess_kind(self.metric, per_image)]
 
 
 def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
@@ -312,13 +315,13 @@ def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 
 
 def check_values(store: ResultStore, records: Iterable[Record]) -> None:
-    """Find files of per-image values that do not match their records, and add them to `damaged`.
+    """Find per-image files that do not match their records, and add them to `damaged_files`.
 
     Only older records are checked. Newer records contain a digest of the file, which is checked
     whenever the file is read.
 
     Args:
-        store: Folder of results. Its attribute `damaged` lists the files.
+        store: Folder of results. Its attribute `damaged_files` lists the files.
         records: Records (stored results) in this folder.
     """
     for record in records:
@@ -330,13 +333,13 @@ def load_matching_values(store: ResultStore, record: Record) -> PerImage | None:
     """Return the per-image values of a record, or None if they are missing or do not match it.
 
     A record is the stored result of one evaluation. If the values do not match it, their path is
-    added to `store.damaged`, unless the metric in the record is undefined (NaN).
+    added to `store.damaged_files`, unless the metric in the record is undefined (NaN).
     """
-    per_image = store.per_image(record)
+    per_image = store.load_per_image(record)
     if per_image is None or matches_record(per_image, record):
         return per_image
     # An undefined metric, such as the top-5 accuracy of two classes, is recorded as NaN. It cannot
     # be compared with the per-image values.
     if not math.isnan(record.value):
-        store.damaged.append(store.per_image_path(record))
+        store.damaged_files.append(store.per_image_path(record))
     return None

@@ -66,10 +66,10 @@ ENCODER_FIELDS = ("checkpoint_sha256", "architecture", "mean", "std")
 
 INFINITY_AS_JSON = "inf"
 
-TRAINED_ON = "trained_on"
+TRAINING_IMAGES_KEY = "trained_on"
 """Name of the setting that describes the images on which a probe was trained."""
 
-CORRUPTED = "corrupted"
+CORRUPTION_KEY = "corrupted"
 """Name of the setting that describes the corruption of the scored images."""
 
 _BASELINE = "baseline"
@@ -205,8 +205,8 @@ class ResultKey:
         std: Standard deviation of each RGB channel. The images are divided by it.
         dataset_fingerprint: Digest that identifies the scored images and their annotations.
         seed: Random seed of the probe.
-        settings: Settings of the probe. The entries `TRAINED_ON` and `CORRUPTED` describe the
-            training images and the corruption.
+        settings: Settings of the probe. The entries `TRAINING_IMAGES_KEY` and `CORRUPTION_KEY`
+            describe the training images and the corruption.
         metric_version: `Probe.metric_version` of the code that computed the value.
         pipeline_version: `ssl_bench.results.versions.PIPELINE_VERSION` of the code that computed
             the value.
@@ -370,13 +370,13 @@ class Record(ResultKey):
     @property
     def trained_on(self) -> TrainingImages | None:
         """The images on which the probe was trained, or None if it was not trained."""
-        setting = self.settings.get(TRAINED_ON)
+        setting = self.settings.get(TRAINING_IMAGES_KEY)
         return None if setting is None else TrainingImages(**setting)
 
     @property
-    def corrupted(self) -> RecordedCorruption | None:
+    def corruption(self) -> RecordedCorruption | None:
         """The corruption of the scored images, or None if they are not corrupted."""
-        setting = self.settings.get(CORRUPTED)
+        setting = self.settings.get(CORRUPTION_KEY)
         return None if setting is None else RecordedCorruption(**setting)
 
     def key(self) -> ResultKey:
@@ -607,7 +607,7 @@ def _require_possible_values(record: Record) -> None:
         TypeError, ValueError: The record contains such a value.
     """
     # Reading these properties raises a TypeError if the settings have unexpected fields.
-    _ = record.trained_on, record.corrupted
+    _ = record.trained_on, record.corruption
     percentages = {"details.degenerate_percent": record.details.get("degenerate_percent")}
     if record.unit == "%":
         percentages["value"] = record.value

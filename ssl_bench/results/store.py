@@ -46,8 +46,8 @@ from ssl_bench.results.record import (
     unify_settings,
 )
 from ssl_bench.system.files import (
-    NAMES,
-    RECORDS,
+    IMAGE_IDS_GLOB,
+    RECORDS_GLOB,
     read_untrusted,
     read_untrusted_folder,
     remove_orphans,
@@ -57,21 +57,21 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
-from ssl_bench.system.output import say, to_plain_json
+from ssl_bench.system.output import print_message, to_plain_json
 from ssl_bench.system.process import pause_garbage_collection, reraise_out_of_memory
 
 if TYPE_CHECKING:
     import pandas
 
-    from ssl_bench.results.packed import Row
+    from ssl_bench.results.packed import PackedRecord
 
-PACKED = "records.parquet"
+PACKED_FILE = "records.parquet"
 """Name of the file of packed records."""
 
 _MAX_NPZ_BYTES = 2**30
 # Enough for three 8-byte counts for each of 2,700 classes.
 _MAX_BYTES_PER_IMAGE = 2**16
-_DAMAGED_ROW = f"edited or damaged: its row in {PACKED} does not match the row's digest"
+_DAMAGED_ROW = f"edited or damaged: its row in {PACKED_FILE} does not match the row's digest"
 _READING_ERRORS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _MAX_LISTED = 5
 
@@ -87,7 +87,7 @@ class ResultStore:
             includes unreadable and outdated records.
         unreadable: Paths of invalid records, each with the reason why the record is invalid.
         outdated: Records of older versions of the code, which the last call of `records` left out.
-        damaged: `.npz` files of per-image values that do not match their records.
+        damaged_files: `.npz` files of per-image values that do not match their records.
     """
 
     def __init__(self, root: Path) -> None:
@@ -95,10 +95,12 @@ class ResultStore:
         self.unreadable: dict[Path, str] = {}
         self.num_records = 0
         self.outdated: list[Record] = []
-        self.damaged: list[Path] = []
+        self.damaged_files: list[Path] = []
         self._num_replaced = 0
         self._newest: Mapping[str, tuple[int, int]] = {}
-        self._packed_rows: tuple[object, Mapping[Path, Row], Mapping[Path, Row]] | None = None
+        self._packed_rows: (
+            tuple[object, Mapping[Path, PackedRecord], Mapping[Path, PackedRecord]] | None
+        ) = None
         self._paths_by_digest: dict[tuple[Path, str], Mapping[str, Path]] = {}
 
     @classmethod
@@ -127,7 +129,7 @@ class ResultStore:
         If the record is stored in `records.parquet`, the prefix "records.parquet: " is added.
         """
         name = "/".join(("records", *record.relative_path()))
-        return name if (self.root / name).exists() else f"{PACKED}: {name}"
+        return name if (self.root / name).exists() else f"{PACKED_FILE}: {name}"
 
     def load(self, key: ResultKey) -> Record | None:
         """Return the stored record of a result, or None if no valid record is stored.
@@ -219,11 +221,11 @@ class ResultStore:
         write_text_atomically(path, text_with_digest(content))
         return path
 
-    def per_image(self, record: Record) -> PerImage | None:
+    def load_per_image(self, record: Record) -> PerImage | None:
         """Return the per-image values of a record (a stored result).
 
         The result is None if the values are missing or invalid. The path of an invalid file is
-        added to `damaged`.
+        added to `damaged_files`.
         """
         path = self.per_image_path(record)
         most = min(_MAX_BYTES_PER_IMAGE * record.num_images, _MAX_NPZ_BYTES)
@@ -249,7 +251,7 @@ class ResultStore:
         # The zip and npy decoders may raise any class of exception if a file is damaged.
         except Exception as error:
             reraise_out_of_memory(error)
-        self.damaged.append(path)
+        self.damaged_files.append(path)
         return None
 
     def save_image_ids(self, fingerprint: str, ids: Sequence[str]) -> None:
@@ -299,7 +301,7 @@ class ResultStore:
         """
         self.outdated = []
         if paths is None:
-            to_read = {*self.root.glob(RECORDS), *filter(self._is_record, self._packed())}
+            to_read = {*self.root.glob(RECORDS_GLOB), *filter(self._is_record, self._packed())}
             self.unreadable = self._list_unreadable_rows()
             self.num_records = len(to_read | self.unreadable.keys())
         else:
@@ -352,7 +354,7 @@ class ResultStore:
 
         If a file cannot be read, its content is b"".
         """
-        for folder in sorted(self.root.glob(RECORDS.rpartition("/")[0])):
+        for folder in sorted(self.root.glob(RECORDS_GLOB.rpartition("/")[0])):
             yield from read_untrusted_folder(self.root, folder, ".json", MAX_FILE_BYTES)
         for path, row in self._packed().items():
             if self._is_record(path) and not path.exists():
@@ -423,7 +425,7 @@ class ResultStore:
         probe = ["ssl-bench", "probe", "--task", escape_braces(tasks)]
         return [*probe, "--checkpoint", "{checkpoint}", "--out", escape_braces(str(self.root))]
 
-    def notes(self) -> list[str]:
+    def describe_left_out(self) -> list[str]:
         """Return messages about records that the last call of `records` left out.
 
         There is at most one message about unreadable records and one about outdated records.
@@ -457,7 +459,7 @@ class ResultStore:
         Raises:
             DataError: The records are too large for one file.
         """
-        from ssl_bench.results.packed import MAX_PACKED_BYTES, Row, write_rows
+        from ssl_bench.results.packed import MAX_PACKED_BYTES, PackedRecord, write_rows
 
         folder = os.open(self.root, os.O_RDONLY)
         try:
@@ -466,7 +468,7 @@ class ResultStore:
             rows = {**self._unreadable_rows(), **self._packed()}
             moved = list[tuple[Path, os.stat_result]]()
             reader = RecordReader()
-            for path in sorted((*self.root.glob(NAMES), *self.root.glob(RECORDS))):
+            for path in sorted((*self.root.glob(IMAGE_IDS_GLOB), *self.root.glob(RECORDS_GLOB))):
                 npz = path.with_suffix(".npz")
                 files = (path, npz) if self._is_record(path) else (path,)
                 try:
@@ -481,7 +483,7 @@ class ResultStore:
                 # Invalid files are not moved, and `records` reports them.
                 except (OSError, *_READING_ERRORS):
                     continue
-                rows[path] = Row(content, images)
+                rows[path] = PackedRecord(content, images)
                 moved += states
             size = sum(len(row.content) + len(row.images or b"") for row in rows.values())
             if size > MAX_PACKED_BYTES:
@@ -489,7 +491,9 @@ class ResultStore:
                     f"the records in {self.root} have {size:,} bytes, but at most "
                     f"{MAX_PACKED_BYTES:,} can be packed. Leave them as separate files"
                 )
-            write_atomically(self.root / PACKED, lambda file: write_rows(file, self.root, rows))
+            write_atomically(
+                self.root / PACKED_FILE, lambda file: write_rows(file, self.root, rows)
+            )
             for path, state in moved:
                 with suppress(FileNotFoundError):
                     now = path.lstat()
@@ -519,24 +523,24 @@ class ResultStore:
             return read_untrusted(self.root, path, MAX_FILE_BYTES, checked_folders=checked_folders)
         return row.content
 
-    def _packed(self) -> "Mapping[Path, Row]":
+    def _packed(self) -> "Mapping[Path, PackedRecord]":
         """Return the valid rows of `records.parquet`, by the path of the JSON file they replace."""
         return self._load_rows()[0]
 
-    def _unreadable_rows(self) -> "Mapping[Path, Row]":
+    def _unreadable_rows(self) -> "Mapping[Path, PackedRecord]":
         """Return the rows of `records.parquet` that do not match their digests.
 
         The keys are the paths of the JSON files that the rows replace.
         """
         return self._load_rows()[1]
 
-    def _load_rows(self) -> "tuple[Mapping[Path, Row], Mapping[Path, Row]]":
+    def _load_rows(self) -> "tuple[Mapping[Path, PackedRecord], Mapping[Path, PackedRecord]]":
         """Return the valid and the damaged rows of `records.parquet`, in two dictionaries.
 
         The keys are the paths of the JSON files that the rows replace. The result is cached until
         `records.parquet` changes.
         """
-        path = self.root / PACKED
+        path = self.root / PACKED_FILE
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -594,8 +598,8 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
     if isinstance(records, Path | str):
         store = ResultStore(Path(records))
         records = store.records()
-        for line in store.notes():
-            say(line)
+        for line in store.describe_left_out():
+            print_message(line)
     rows = []
     for record in records:
         row: dict[str, Any] = {}

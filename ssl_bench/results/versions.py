@@ -9,7 +9,7 @@ from functools import cache
 import yaml
 
 from ssl_bench.composition.choices import config_folder
-from ssl_bench.system.files import PACKAGE
+from ssl_bench.system.files import PACKAGE_FOLDER
 
 PIPELINE_VERSION = 1
 """Version of image decoding, transforms and feature extraction, which all probes share.
@@ -33,7 +33,7 @@ def metric_version(task: str) -> int:
         return 1
     address = yaml.load(config.read_text(encoding="utf-8"), yaml.CSafeLoader)["_target_"]
     module, _, name = address.rpartition(".")
-    source = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+    source = PACKAGE_FOLDER.parent.joinpath(*module.split(".")).with_suffix(".py")
     pattern = _CLASS_LITERAL.format(name=name)
     match = re.search(pattern, source.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     return int(match[1]) if match and match[1] else 1

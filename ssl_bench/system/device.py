@@ -165,7 +165,7 @@ def to_float64(tensor: Tensor) -> Tensor:
     return tensor.to(float64_device(tensor.device)).double()
 
 
-def power_of_two(numbers: Float[Tensor, "*some"]) -> Float[Tensor, "*some"]:
+def floor_to_power_of_two(numbers: Float[Tensor, "*some"]) -> Float[Tensor, "*some"]:
     """Round each non-negative number down to a power of two, but not below 2^-126.
 
     The numbers must lie in the range of float32.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 
 try:
     import fcntl
@@ -374,9 +374,9 @@ def read_digests(sidecar: Path) -> list[tuple[str, str]]:
 REPORT_MARK = ".ssl-bench-report"
 """Name of the file that marks a folder as a report."""
 _OUTPUT_MARK = ".ssl-bench-written"
-RECORDS, NAMES = "records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json"
+RECORDS_GLOB, IMAGE_IDS_GLOB = "records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json"
 """Glob patterns, in a folder of results, for records and for files with image ids."""
-_RESULT_FILES = ("records.parquet", RECORDS, NAMES)
+_RESULT_FILES = ("records.parquet", RECORDS_GLOB, IMAGE_IDS_GLOB)
 
 
 def mark_as_output(folder: Path) -> None:
@@ -425,7 +425,9 @@ def list_files(root: Path) -> Iterator[str]:
         visited.add(real_path)
     if outputs:
         more = f" and {len(outputs) - 1} more" if len(outputs) > 1 else ""
-        say_once(f"ignored {outputs[0]}{more}, because ssl-bench wrote the pictures there")
+        print_message_once(
+            f"ignored {outputs[0]}{more}, because ssl-bench wrote the pictures there"
+        )
 
 
 # Paths that users enter, and valid names of files for models, datasets and images.
@@ -436,7 +438,7 @@ _DIGEST_DIGITS = 16
 _ENDS_IN_DIGEST = re.compile(rf".*~[0-9a-f]{{{_DIGEST_DIGITS}}}", re.DOTALL)
 _SHORT_DIGITS = 8
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE_FOLDER = Path(__file__).parents[1]
 """Folder of the package `ssl_bench`. In a git checkout, its parent is the root of the checkout."""
 
 
@@ -535,17 +537,17 @@ def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
     return keys, name
 
 
-def figure_file_name(image_id: str, *, before: str = "") -> str:
+def figure_file_name(image_id: str, *, prefix: str = "") -> str:
     """Return the name of the PNG file for the figure of an image.
 
     Different ids get different names.
 
     Args:
         image_id: Id of the image, such as its path in the dataset.
-        before: Text before the id in the file name.
+        prefix: Text before the id in the file name.
     """
-    added = len(before) + len(".png")
-    return f"{before}{file_name(image_id, added=added, distinct=True)}.png"
+    added = len(prefix) + len(".png")
+    return f"{prefix}{file_name(image_id, added=added, distinct=True)}.png"
 
 
 TILES = "ssl-bench tiles"
@@ -561,28 +563,28 @@ def figure_title(name: str) -> str:
     return name[: -1 - _DIGEST_DIGITS] if _ENDS_IN_DIGEST.fullmatch(name) else name
 
 
-def figures_folder_name(encoder_folder: str, fingerprint: str) -> str:
+def figures_folder_name(prefix: str, fingerprint: str) -> str:
     """Return the name of the folder for the figures of one encoder and one set of images.
 
     If an image changes, the name changes too, so that old and new figures are never mixed.
 
     Args:
-        encoder_folder: Beginning of the name, which consists of the model name and digits of the
+        prefix: Beginning of the name, which consists of the model name and digits of the
             encoder's id.
         fingerprint: Hash of the images and their annotations.
     """
-    return f"{encoder_folder}-{short_fingerprint(fingerprint)}"
+    return f"{prefix}-{short_fingerprint(fingerprint)}"
 
 
-def encoder_folder(model: str, encoder_id: str) -> str:
+def figures_folder_prefix(model: str, encoder_id: str) -> str:
     """Return the beginning of the names of all folders with figures of an encoder.
 
     It consists of the model name and the first eight digits of the encoder's id.
     """
-    return f"{encoder_folder_prefix(model)}-{encoder_id[:_SHORT_DIGITS]}"
+    return f"{model_file_name(model)}-{encoder_id[:_SHORT_DIGITS]}"
 
 
-def encoder_folder_prefix(model: str) -> str:
+def model_file_name(model: str) -> str:
     """Convert the name of a model to a text that can be part of the name of a folder."""
     return file_name(model, added=2 * (1 + _SHORT_DIGITS))
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 _FIRST_LINE_SECONDS, _MAX_SECONDS_BETWEEN_LINES = 20.0, 600.0
 
 
-def say(line: str) -> None:
+def print_message(line: str) -> None:
     """Print a message on stderr without breaking progress bars that are shown at the same time.
 
     Unprintable characters are escaped. In a distributed run, only the process of rank 0 prints.
@@ -35,9 +35,9 @@ def say(line: str) -> None:
 
 
 @cache
-def say_once(line: str) -> None:
+def print_message_once(line: str) -> None:
     """Print a message on stderr unless this process has already printed it."""
-    say(line)
+    print_message(line)
 
 
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
@@ -110,7 +110,9 @@ def _log_progress(items: Iterable[T], description: str, total: int | None) -> It
             first_seconds = elapsed
         if elapsed >= next_line:
             next_line = elapsed + min(elapsed, _MAX_SECONDS_BETWEEN_LINES)
-            say(f"{description}: {_format_progress(count, total, elapsed, first_seconds)}")
+            print_message(
+                f"{description}: {_format_progress(count, total, elapsed, first_seconds)}"
+            )
 
 
 def _format_progress(count: int, total: int | None, elapsed: float, first_seconds: float) -> str:

@@ -8,8 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ssl_bench.errors import DataError
-from ssl_bench.intervals import SIGNIFICANT, Estimate, holm
-from ssl_bench.results import ENCODER_FIELDS, TRAINED_ON, Record, ResultStore, is_degenerate
+from ssl_bench.intervals import SIGNIFICANCE_LEVEL, Estimate, holm
+from ssl_bench.results import (
+    ENCODER_FIELDS,
+    TRAINING_IMAGES_KEY,
+    Record,
+    ResultStore,
+    is_degenerate,
+)
 from ssl_bench.results.per_image import ImageCurve, load_curve
 from ssl_bench.tables.depth import (
     PROBE_EPOCHS,
@@ -90,7 +96,7 @@ class Difference:
     @property
     def is_significant_after_holm(self) -> bool:
         """Whether the difference is significant after Holm's correction over all blocks."""
-        return self.is_significant and self.p_holm < SIGNIFICANT
+        return self.is_significant and self.p_holm < SIGNIFICANCE_LEVEL
 
     @property
     def first_text(self) -> str:
@@ -147,7 +153,7 @@ class PairedScore(NamedTuple):
 
 
 def get_block_score(curve: ImageCurve, layer: int) -> PairedScore:
-    return PairedScore(curve.blocks[layer], (layer,), curve.degenerate.get(layer))
+    return PairedScore(curve.layer_estimates[layer], (layer,), curve.degenerate.get(layer))
 
 
 def _score_held_out(curve: ImageCurve) -> PairedScore:
@@ -156,7 +162,9 @@ def _score_held_out(curve: ImageCurve) -> PairedScore:
     The images are split into folds. Each fold is scored with the block that is best on the other
     folds. `curve` contains the per-image scores of the encoder at each block.
     """
-    return PairedScore(curve.held_out, tuple(curve.blocks), curve.held_out_degenerate_percent)
+    return PairedScore(
+        curve.held_out_estimate, tuple(curve.layer_estimates), curve.held_out_degenerate_percent
+    )
 
 
 def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
@@ -197,8 +205,10 @@ def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Differ
     If the last probed blocks of the encoders have different indices, one more row compares these
     blocks. `first` and `second` contain the per-image scores of an encoder at each block.
     """
-    pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
-    last = max(first.blocks), max(second.blocks)
+    pairs = [
+        (str(n), n, n) for n in sorted(first.layer_estimates.keys() & second.layer_estimates.keys())
+    ]
+    last = max(first.layer_estimates), max(second.layer_estimates)
     if last[0] != last[1]:
         pairs.append((f"last ({last[0]}, {last[1]})", *last))
     return _correct_over_blocks(
@@ -219,7 +229,7 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
     """
     if not (first.has_best and second.has_best):
         return []
-    one, other = first.best, second.best
+    one, other = first.best_layer, second.best_layer
     chosen = (_layer_list(first.held_out_layers), _layer_list(second.held_out_layers))
     name = f"held-out choice ({chosen[0]}; {chosen[1]})"
     return [
@@ -233,7 +243,7 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
 def compare_checkpoints(first: ImageCurve, second: ImageCurve) -> list[Difference]:
     """Compare two encoders at each block. If both have several, also compare their best blocks."""
     rows = compare_block_by_block(first, second)
-    have_several = len(first.blocks) > 1 and len(second.blocks) > 1
+    have_several = len(first.layer_estimates) > 1 and len(second.layer_estimates) > 1
     return rows + compare_best_blocks(first, second) if have_several else rows
 
 
@@ -244,9 +254,9 @@ def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
     can be the best, blocks are compared with the last block, and this row is left out. `curve`
     contains the per-image scores at each block.
     """
-    best = get_block_score(curve, curve.best)
+    best = get_block_score(curve, curve.best_layer)
     rows = _correct_over_blocks(
-        [subtract(str(n), get_block_score(curve, n), best) for n in sorted(curve.blocks)]
+        [subtract(str(n), get_block_score(curve, n), best) for n in sorted(curve.layer_estimates)]
     )
     if not curve.has_best:
         return rows
@@ -464,7 +474,7 @@ def compare_encoders(
         encoders_without_best = [
             name
             for name, side in zip(names, sides, strict=True)
-            if group[0].is_ranked and not side.has_best and len(side.blocks) > 1
+            if group[0].is_ranked and not side.has_best and len(side.layer_estimates) > 1
         ]
         by_encoder = [[r for r in group if r.encoder_id == key] for key in ids]
         tables.append(
@@ -577,7 +587,7 @@ def _list_differences(first: Record, second: Record) -> list[str]:
     fields: list[tuple[str, Any, Any]] = [("trained on", first.trained_on, second.trained_on)]
     for name in ("split", "dataset_fingerprint", "seed"):
         fields.append((name, getattr(first, name), getattr(second, name)))
-    for name in sorted((first.settings.keys() | second.settings.keys()) - {TRAINED_ON}):
+    for name in sorted((first.settings.keys() | second.settings.keys()) - {TRAINING_IMAGES_KEY}):
         fields.append((name, first.settings.get(name), second.settings.get(name)))
     return [f"{name} {a} and {b}" for name, a, b in fields if a != b]
 

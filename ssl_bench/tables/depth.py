@@ -9,7 +9,7 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import natural_sort_key
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 from ssl_bench.tables.entries import (
     ScoreEntry,
     choose_main_metric,
@@ -346,7 +346,7 @@ def print_main_tables(tables: Sequence[ScoreTable], store: ResultStore) -> None:
         print(render_tables(printed, default_format()))
         if number := len(all_tables) - len(printed):
             command = f"ssl-bench table --task {task} --out {store.root}"
-            say(f"{number} more table{'s' * (number > 1)} of {task}: {command}")
+            print_message(f"{number} more table{'s' * (number > 1)} of {task}: {command}")
 
 
 def main_metrics(

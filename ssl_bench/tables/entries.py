@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from ssl_bench.data.files.fingerprints import abbreviate_fingerprint, fingerprint_kind
 from ssl_bench.results import (
-    CORRUPTED,
+    CORRUPTION_KEY,
     ENCODER_FIELDS,
     MAX_DEGENERATE_PERCENT,
-    TRAINED_ON,
+    TRAINING_IMAGES_KEY,
     Baseline,
     Record,
     RecordedEncoder,
@@ -79,7 +79,7 @@ def differing_settings(record: Record, other_records: Sequence[Record]) -> list[
     out. If the images differ, the last text identifies them by the first digits of their digest,
     such as "data 3f9a01".
     """
-    in_title = {*record.changed, TRAINED_ON, CORRUPTED}
+    in_title = {*record.changed, TRAINING_IMAGES_KEY, CORRUPTION_KEY}
     differing = [
         f"{name}={value}"
         for name, value in sorted(record.settings.items())
@@ -586,8 +586,8 @@ def _corruption_note(records: Iterable[Record]) -> str:
     severities: dict[str, set[int]] = defaultdict(set)
     is_trained = False
     for record in records:
-        if record.corrupted is not None:
-            severities[record.corrupted.name].add(record.corrupted.severity)
+        if record.corruption is not None:
+            severities[record.corruption.name].add(record.corruption.severity)
             is_trained |= record.trained_on is not None
     if not severities:
         return ""

@@ -16,7 +16,7 @@ from jaxtyping import Float64, Int64
 
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import expand_path, natural_sort_key, resolve_links
-from ssl_bench.system.output import say, show_progress
+from ssl_bench.system.output import print_message, show_progress
 from ssl_bench.tables.styles import lacks_skips
 
 LOG = "log.jsonl"
@@ -242,7 +242,7 @@ def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
             "each line"
         )
     for path in empty:
-        say(f"left out: {path} contains no row of a run")
+        print_message(f"left out: {path} contains no row of a run")
     return logs
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ssl_bench.errors import DataError
-from ssl_bench.results import CORRUPTED, Baseline, Record
+from ssl_bench.results import CORRUPTION_KEY, Baseline, Record
 from ssl_bench.tables.depth import ScoreTable
 from ssl_bench.tables.entries import (
     comparable_groups,
@@ -190,13 +190,13 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
     tables = []
     for group, title in zip(groups, table_titles(groups), strict=True):
         members = [originals[id(clean)] for clean in group]
-        pairs = {(one.encoder_id, one.corrupted.name) for one in members if one.corrupted}
+        pairs = {(one.encoder_id, one.corruption.name) for one in members if one.corruption}
         for encoder, corruption in sorted(pairs):
             chosen = [
                 one
                 for one in members
                 if one.encoder_id == encoder
-                and (one.corrupted is None or one.corrupted.name == corruption)
+                and (one.corruption is None or one.corruption.name == corruption)
             ]
             entries = group_and_average(chosen, lambda record: (record.layer, _severity(record)))
             tables.append(
@@ -218,7 +218,7 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
 
 
 def _severity(record: Record) -> int:
-    return record.corrupted.severity if record.corrupted else CLEAN_SEVERITY
+    return record.corruption.severity if record.corruption else CLEAN_SEVERITY
 
 
 def _as_clean(record: Record) -> Record:
@@ -226,12 +226,12 @@ def _as_clean(record: Record) -> Record:
 
     Such copies make it possible to group scores on clean images with scores on corrupted images.
     """
-    if record.corrupted is None:
+    if record.corruption is None:
         return replace(record)
-    settings = {name: value for name, value in record.settings.items() if name != CORRUPTED}
+    settings = {name: value for name, value in record.settings.items() if name != CORRUPTION_KEY}
     return replace(
         record,
-        dataset=record.corrupted.dataset,
-        dataset_fingerprint=record.corrupted.fingerprint,
+        dataset=record.corruption.dataset,
+        dataset_fingerprint=record.corruption.fingerprint,
         settings=settings,
     )

@@ -63,7 +63,7 @@ def test_commands_that_read_records_do_not_import_torch(tmp_path):
     soap = {"skip_soap", "skipless_soap"}
     for record in source.records():
         if record.model in soap and record.layer in (0, record.depth - 1):
-            store.save(record, source.per_image(record))
+            store.save(record, source.load_per_image(record))
             ids = source.image_ids(record.dataset_fingerprint)
             store.save_image_ids(record.dataset_fingerprint, ids or ())
             run = tmp_path / "runs" / record.model

@@ -37,7 +37,7 @@ def run_knn(limit: int, *words: str, seconds: float, device: str = "cpu: one") -
         if record.digest not in known:
             created = f"2026-01-0{limit}T12:00:00+00:00"
             changed = replace(record, seconds=float(seconds), device=device, created=created)
-            store.save(changed, store.per_image(record))
+            store.save(changed, store.load_per_image(record))
 
 
 def plan(capsys, *words: str) -> tuple[list[float | None], list[str]]:

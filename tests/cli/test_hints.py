@@ -25,8 +25,8 @@ from ssl_bench.composition.compose import (
     TARGET,
     build,
     choice_group,
-    component_class,
     compose_config,
+    import_component,
     list_keys,
     list_protocols,
 )
@@ -38,7 +38,7 @@ from ssl_bench.errors import (
     DataError,
     MachineError,
     SslBenchError,
-    UnreadableImage,
+    UnreadableImageError,
     broken_file_error,
     escape_braces,
     fill_placeholders,
@@ -242,7 +242,7 @@ def component_choices(root: str) -> list[tuple[str, ...]]:
         probe = compose_config("probing", base)["probe"]
         groups = {f"probe.{name}": choice_group(f"probe.{name}", {"probe": task}) for name in probe}
         parts = {part: choices(group) for part, group in groups.items() if group}
-        parts["probe.protocol"] = list_protocols(task, component_class(probe[TARGET], "probe"))
+        parts["probe.protocol"] = list_protocols(task, import_component(probe[TARGET], "probe"))
         bases += [base, *((*base, f"{part}={name}") for part in parts for name in parts[part])]
     return bases
 
@@ -398,7 +398,7 @@ def test_a_broken_file_is_named_with_its_last_own_line(tmp_path, line, named):
     assert re.search(named, str(broken_file_error(caught.value, ["own"])))
 
 
-@pytest.mark.parametrize("kind", [ConfigurationError, MachineError, UnreadableImage])
+@pytest.mark.parametrize("kind", [ConfigurationError, MachineError, UnreadableImageError])
 def test_a_hint_survives_an_outer_error_and_pickling(kind):
     try:
         try:

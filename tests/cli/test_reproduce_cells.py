@@ -114,7 +114,7 @@ class StandIn:
             options.checkpoint[0],
             probe.task,
             dataset.name,
-            probe.cells(layers),
+            probe.list_score_keys(layers),
             protocol=probe.protocol,
             settings={**probe.settings(), "dtype": values["dtype"]},
         )

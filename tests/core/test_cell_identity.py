@@ -21,7 +21,7 @@ from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.models.encoder import describe_config, describe_library_model
-from ssl_bench.planning import BATCH_SIZES
+from ssl_bench.planning import BATCH_SIZE_KEYS
 from ssl_bench.results import OLD_FORMAT, ResultStore, versions
 from tests.support.faults import (
     SMALL,
@@ -51,7 +51,7 @@ def workdir(tmp_path, monkeypatch):
 @pytest.mark.parametrize("task", choices("probe"))
 def test_batch_sizes_are_no_settings_and_metric_versions_agree(task):
     usual = compose_config("probing", [f"probe={task}"])
-    sizes = [f"{key}=3" for key in BATCH_SIZES if has_key(usual, key)]
+    sizes = [f"{key}=3" for key in BATCH_SIZE_KEYS if has_key(usual, key)]
     other = compose_config("probing", [f"probe={task}", *sizes])
     probe = build(usual, "probe")
     assert build(other, "probe").settings() == probe.settings()

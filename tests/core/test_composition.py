@@ -20,13 +20,13 @@ from ssl_bench.composition.choices import (
 )
 from ssl_bench.composition.compose import (
     build,
-    component_class,
     compose_config,
     fill_defaults,
+    import_component,
     instantiate,
     list_keys,
 )
-from ssl_bench.errors import BrokenFile, ConfigurationError, split_alternatives
+from ssl_bench.errors import BrokenFileError, ConfigurationError, split_alternatives
 from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS
 
 
@@ -66,7 +66,7 @@ def components(value: object, key: str = "") -> Iterator[tuple[str, type]]:
     """Yield the key and the class of each component in a configuration."""
     if isinstance(value, dict):
         if "_target_" in value:
-            yield key, component_class(value["_target_"], key)
+            yield key, import_component(value["_target_"], key)
         for name, item in value.items():
             yield from components(item, f"{key}.{name}" if key else name)
 
@@ -168,7 +168,7 @@ def test_errors_for_broken_entry_points_name_package_and_line(tmp_path, monkeypa
     for module in [module for module in sys.modules if module.startswith("own_part")]:
         monkeypatch.delitem(sys.modules, module)
 
-    with pytest.raises(BrokenFile) as caught:
+    with pytest.raises(BrokenFileError) as caught:
         load_entry_point(points[name])
 
     error = str(caught.value)

@@ -38,7 +38,7 @@ def test_parallel_writers_lose_no_result(workdir):
     assert_complete(Path("results"), 60)
     store = ResultStore(Path("results"))
     for record in store.records():
-        kept = store.per_image(record)
+        kept = store.load_per_image(record)
         assert kept is not None
         assert (kept == record.layer).all()
 

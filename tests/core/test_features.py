@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import FACETS, resolve_layers
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, load_encoder
@@ -154,7 +154,7 @@ def test_timm_models_without_class_token_and_with_registers_work(kwargs):
         FeatureExtractor(encoder, layers=[2])(images)
     assert torch.equal(found["token"].flatten(1, 2), seen[0][:, -15:])
     if "class_token" in kwargs:
-        with pytest.raises(UnfitEncoder) as caught:
+        with pytest.raises(UnsupportedEncoderError) as caught:
             FeatureExtractor(encoder, layers=[0], facets=["cls"])
         assert caught.value.hint == ("probe.facet=token", "or", "--facet", "token")
 
@@ -287,7 +287,7 @@ def test_a_model_without_a_qkv_layer_has_only_tokens():
     encoder = load_encoder("timm:vit_pwee_patch16_reg1_gap_256")
     images = torch.rand(1, 3, 32, 32)
     assert FeatureExtractor(encoder, layers=[0])(images)[0]["token"].shape == (1, 2, 2, 256)
-    with pytest.raises(UnfitEncoder, match="key") as caught:
+    with pytest.raises(UnsupportedEncoderError, match="key") as caught:
         FeatureExtractor(encoder, layers=[0], facets=["key"])(images)
     assert caught.value.hint == ("probe.facet=token", "or", "--facet", "token")
 

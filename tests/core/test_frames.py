@@ -161,7 +161,7 @@ def test_a_newer_file_replaces_the_packed_per_image_values(tmp_path):
 
     again.save(replace(first, value=60.0))
 
-    assert again.per_image(again.records()[0]) is None
+    assert again.load_per_image(again.records()[0]) is None
     assert not again.has_per_image(first.key())
     assert again.pack() == 1
     assert [record.value for record in again.records()] == [60.0]

@@ -11,7 +11,7 @@ from probes.pca import PCA
 from probes.retrieval import Retrieval
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import fit_size
+from ssl_bench.evaluation import adapt_image_size
 from ssl_bench.features import Resize
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from tests.cli.test_sweep import planned
@@ -60,7 +60,7 @@ def test_sizes_of_presets_become_multiples_of_the_patch(workdir, capsys):
 def test_the_nearest_multiple_of_the_patch_is_used():
     encoder = encoder_from_model(build_vit(ViTConfig(28, 14, 12, 2, 2), seed=0), name="patch 14")
 
-    assert fit_size(Retrieval(image_size=512), encoder, ()).image_size == 37 * 14
+    assert adapt_image_size(Retrieval(image_size=512), encoder, ()).image_size == 37 * 14
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_boxes_on_the_padding_of_a_thumbnail_are_no_objects(workdir, capsys):
 def test_squash_does_not_change_the_default_image_size():
     encoder = encoder_from_model(build_vit(ViTConfig(144, 72, 12, 2, 2), seed=0), name="a")
 
-    fitted = fit_size(PCA(squash=144), encoder, {"squash"})
+    fitted = adapt_image_size(PCA(squash=144), encoder, {"squash"})
 
     assert fitted.image_size == 224
     assert fitted.figure_folder == "image"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ssl_bench.errors import ConfigurationError, UnfitEncoder
+from ssl_bench.errors import ConfigurationError, UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import INNER_FACETS, parse_facets, select_layers
 from ssl_bench.models import (
@@ -185,7 +185,7 @@ def test_maps_with_as_many_channels_as_rows_are_not_transposed():
     ],
 )
 def test_a_submodule_that_cannot_be_probed_is_refused(make, facet, named):
-    with pytest.raises(UnfitEncoder, match=named):
+    with pytest.raises(UnsupportedEncoderError, match=named):
         FeatureExtractor(make(), layers=[1], facets=[facet])
 
 
@@ -194,7 +194,9 @@ def test_errors_for_missing_block_parts_list_the_existing_parts(facet):
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     encoder = encoder_from_model(build_encoder(config, seed=0), name="mixer")
 
-    with pytest.raises(UnfitEncoder, match=f"{facet} .*depthwise, norm1, pointwise") as caught:
+    with pytest.raises(
+        UnsupportedEncoderError, match=f"{facet} .*depthwise, norm1, pointwise"
+    ) as caught:
         FeatureExtractor(encoder, layers=[0], facets=[facet])
     assert caught.value.hint[0] == "probe.facet=blocks.*.{name}"
     features = FeatureExtractor(encoder, layers=[0], facets=["token", "blocks.*.norm2"])(IMAGES)[0]
@@ -220,7 +222,9 @@ def test_blocks_of_different_widths_are_refused():
     blocks: Any = encoder.module.get_submodule("blocks")
     blocks[1].mlp = type(blocks[1].mlp)(12, 20)
 
-    with pytest.raises(UnfitEncoder, match=r"mlp_hidden .* 20 channels in block 1, but 48 "):
+    with pytest.raises(
+        UnsupportedEncoderError, match=r"mlp_hidden .* 20 channels in block 1, but 48 "
+    ):
         FeatureExtractor(encoder, layers=[0, 1], facets=["mlp_hidden"])
     assert FeatureExtractor(encoder, layers=[1], facets=["mlp_hidden"]).width("mlp_hidden") == 20
 

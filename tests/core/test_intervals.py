@@ -8,7 +8,7 @@ from scipy.special import expit
 from ssl_bench.intervals import (
     FEW_IMAGES,
     Bootstrap,
-    Share,
+    Proportion,
     bootstrap_estimate,
     few_images_warning,
     mean_estimate,
@@ -52,10 +52,10 @@ def miou(counts, classes=slice(None)):
 
 def test_intervals_of_shares_are_those_of_clopper_and_pearson():
     # If the true share is 0.025^(1 / 10), ten of ten hits have a probability of 0.025.
-    assert Share(hits(10, 0)).ci95() == pytest.approx((69.1503, 100))
-    assert Share(hits(0, 3)).ci95() == pytest.approx((0, 70.7598))
+    assert Proportion(hits(10, 0)).ci95() == pytest.approx((69.1503, 100))
+    assert Proportion(hits(0, 3)).ci95() == pytest.approx((0, 70.7598))
     exact = scipy.stats.binomtest(7, 26).proportion_ci()
-    assert Share(hits(7, 19)).ci95() == pytest.approx((100 * exact.low, 100 * exact.high))
+    assert Proportion(hits(7, 19)).ci95() == pytest.approx((100 * exact.low, 100 * exact.high))
 
 
 def test_the_mean_iou_of_two_images_equals_the_hand_count():
@@ -223,7 +223,7 @@ def test_p_is_below_5_percent_exactly_if_intervals_exclude_0():
         boxes[:, :, 0, 0], boxes[:, :, 1, 0] = 2, 1
         boxes[:, :, 1, 1] = RANDOM.random((2, 12)) < np.array([[0.3 + shift], [0.3]])
         pairs = [
-            tuple(map(Share, hits)),
+            tuple(map(Proportion, hits)),
             tuple(mean_estimate(50.0 + 40 * some) for some in hits),
             tuple(bootstrap_estimate(some, average_precision) for some in boxes),
         ]

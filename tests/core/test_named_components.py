@@ -21,8 +21,8 @@ from ssl_bench.composition.compose import (
     TARGET,
     build,
     changed_settings,
-    component_class,
     compose_config,
+    import_component,
     list_protocols,
     protocol_group,
 )
@@ -113,7 +113,7 @@ def test_the_keys_command_prints_the_names_of_parts(capsys):
 
 
 def probe_class(task: str) -> type:
-    return component_class(compose_config("probing", [f"probe={task}"])["probe"][TARGET], "probe")
+    return import_component(compose_config("probing", [f"probe={task}"])["probe"][TARGET], "probe")
 
 
 PRESETS = [

@@ -11,8 +11,8 @@ from PIL import Image
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.data import unpack
 from ssl_bench.system.files import (
-    encoder_folder,
     figures_folder_name,
+    figures_folder_prefix,
     file_name,
     natural_sort_key,
     write_text_atomically,
@@ -54,9 +54,10 @@ def test_no_name_is_hidden_or_leaves_its_folder(text):
 
 
 def test_encoder_folders_contain_digits_of_the_sha256():
-    assert encoder_folder("timm/vit", "abcdef0123") == "timm_vit-abcdef01"
+    assert figures_folder_prefix("timm/vit", "abcdef0123") == "timm_vit-abcdef01"
     assert (
-        len(figures_folder_name(encoder_folder("n" * 255, "abcdef0123"), "stat-9876543210")) == 255
+        len(figures_folder_name(figures_folder_prefix("n" * 255, "abcdef0123"), "stat-9876543210"))
+        == 255
     )
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ssl_bench import neighbours
 from ssl_bench.errors import MachineError
-from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors
+from ssl_bench.neighbours import faiss_nearest, nearest_vectors, stable_topk
 from tests.support.simulated_cuda import is_simulated
 
 
@@ -50,7 +50,7 @@ def test_faiss_and_the_product_are_bitwise_identical(monkeypatch, num_queries):
     found = nearest_vectors(queries, memory, 20, engine="faiss")
 
     assert not rows
-    assert_identical(found, nearest(queries @ memory.T, 20))
+    assert_identical(found, stable_topk(queries @ memory.T, 20))
 
 
 def test_products_decide_if_faiss_cannot_return_all_equal_vectors(monkeypatch):
@@ -62,7 +62,7 @@ def test_products_decide_if_faiss_cannot_return_all_equal_vectors(monkeypatch):
 
     assert 0 < sum(rows) < 80
     assert index[40:].tolist() == [list(range(2000, 2005))] * 40
-    assert_identical((values, index), nearest(queries @ memory.T, 5))
+    assert_identical((values, index), stable_topk(queries @ memory.T, 5))
 
 
 @pytest.mark.parametrize("below", [-1.0, 1e-6])
@@ -80,7 +80,7 @@ def test_a_vector_that_faiss_omits_within_rounding_is_found(monkeypatch, below):
 
     found = nearest_vectors(queries, memory, 20, engine="faiss")
 
-    assert_identical(found, nearest(queries @ memory.T, 20))
+    assert_identical(found, stable_topk(queries @ memory.T, 20))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_faiss_on_a_gpu_agrees_with_the_product():
 
     values, index = nearest_vectors(queries, memory, 20, engine="faiss")
 
-    expected = nearest(queries @ memory.T, 20)
+    expected = stable_topk(queries @ memory.T, 20)
     torch.testing.assert_close(values, expected[0], rtol=0, atol=1e-5)
     assert (index == expected[1]).double().mean() > 0.999
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.system import output
-from ssl_bench.system.output import format_duration, say, show_progress
+from ssl_bench.system.output import format_duration, print_message, show_progress
 from tests.support.faults import encoder_file, exit_code, fork, make_probe_args, photo_folder
 from tests.support.torchrun import set_torchrun_env
 
@@ -125,13 +125,13 @@ def exit_code_of_say(seconds: int) -> int:
 
     def work() -> None:
         signal.alarm(seconds)
-        output.say("still here")
+        output.print_message("still here")
 
     return exit_code(fork(work))
 
 
 def test_a_process_killed_while_it_prints_blocks_no_other():
-    output.say("before")
+    output.print_message("before")
     ready, is_locked = os.pipe()
 
     def hold_the_lock() -> None:
@@ -168,7 +168,7 @@ def test_only_the_first_process_prints(capsys, monkeypatch):
     set_torchrun_env(monkeypatch, 2, RANK="1")
     items = [1, 2]
 
-    say("a line")
+    print_message("a line")
 
     assert show_progress(items, "images") is items
     assert capsys.readouterr() == ("", "")

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 import ssl_bench
 from ssl_bench.api import Results
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, UnfitEncoder
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import TimmConfig, ViTConfig, build_encoder, build_vit, save_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
 from ssl_bench.planning import plan_probes
 from ssl_bench.request import ProbeRequest
-from ssl_bench.system.output import format_size, say_once
+from ssl_bench.system.output import format_size, print_message_once
 from tests.support import own_module
 from tests.support.faults import class_folders, expect_error, picture, unchecked_types
 
@@ -114,7 +114,7 @@ def test_blocks_may_return_lists_and_have_different_widths():
 def test_a_block_that_is_not_called_is_named():
     module = _Staged(*(_Attention(4, 4, 2) for _ in range(3)), skips=1)
 
-    with pytest.raises(UnfitEncoder, match=r"blocks \[1\] are never called"):
+    with pytest.raises(UnsupportedEncoderError, match=r"blocks \[1\] are never called"):
         ssl_bench.Encoder.from_module(module)
 
 
@@ -238,7 +238,7 @@ def test_all_tasks_that_fit_a_folder_run_in_one_call(tmp_path, capsys):
 def test_messages_and_hints_name_the_keywords_of_python(tmp_path, capsys):
     given: dict[str, Any] = {"task": "pca", "layer": "1", "out": tmp_path / "r", **FEW}
     given |= {"pictures": 1, "limit": 3}
-    say_once.cache_clear()
+    print_message_once.cache_clear()
     ssl_bench.probe(own_module.own(), **given)
     found = ssl_bench.probe(own_module.own(), **given)
     err = capsys.readouterr().err
@@ -301,8 +301,8 @@ def test_a_missing_facet_is_replaced_unless_the_user_set_it():
         plan_probes(["tokencut"], ["toy"], words, {}) for words in ([], ["probe.facet=key"])
     )
 
-    assert (default.probe.facet, default.fit_to(encoder).facet) == ("key", "token")
-    assert chosen.fit_to(encoder).facet == "key"
+    assert (default.probe.facet, default.adapt_to(encoder).facet) == ("key", "token")
+    assert chosen.adapt_to(encoder).facet == "key"
 
 
 def test_results_without_records_are_empty_tables():
@@ -397,13 +397,13 @@ def test_a_missing_norm_is_refused_when_it_is_needed():
     module = own_module.own()
     del module.ln_f
     module.forward = lambda images: nn.Sequential(module.embed)(images)
-    with pytest.raises(UnfitEncoder, match=r"never called$"):
+    with pytest.raises(UnsupportedEncoderError, match=r"never called$"):
         ssl_bench.Encoder.from_module(module)
     blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 1)) for _ in range(4)))
     plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), blocks)
     encoder = ssl_bench.Encoder.from_module(plain, blocks="1")
     assert (encoder.dynamic_image_size, encoder.num_prefix_tokens, encoder.depth) == (True, 0, 4)
-    with pytest.raises(UnfitEncoder, match="no final norm"):
+    with pytest.raises(UnsupportedEncoderError, match="no final norm"):
         ssl_bench.extract_features(encoder, torch.rand(1, 3, 16, 16), facets=["token_normed"])
 
 
@@ -442,7 +442,9 @@ def test_the_only_norm_after_the_blocks_is_the_final_norm():
     expected = module.out_norm(found[2]["cls"])
     torch.testing.assert_close(found[2]["cls_normed"], expected, rtol=0, atol=1e-5)
     module.other_norm = nn.LayerNorm(16)
-    with pytest.raises(UnfitEncoder, match=r"ssl_bench\.Encoder\.from_module\(module, norm="):
+    with pytest.raises(
+        UnsupportedEncoderError, match=r"ssl_bench\.Encoder\.from_module\(module, norm="
+    ):
         ssl_bench.extract_features(module, images, layers=[2], facets=("cls_normed",))
     with pytest.raises(CheckpointError, match="final_layer"):
         ssl_bench.Encoder.from_module(module, norm="final_layer")
@@ -456,7 +458,7 @@ def test_a_module_without_cls_is_probed_with_its_mean_patch(tmp_path, capsys):
     images = ("rankme", "alignment", "uniformity")
     assert {r.facet for r in found if r.metric in images} == {"patch_mean"}
     assert "geometry uses facet=patch_mean to fit" in capsys.readouterr().err
-    with pytest.raises(UnfitEncoder, match=r"no \[CLS\] token"):
+    with pytest.raises(UnsupportedEncoderError, match=r"no \[CLS\] token"):
         ssl_bench.probe(encoder, task="geometry", out=tmp_path, layer=-1, facet="cls", **FEW)
 
 

@@ -13,7 +13,7 @@ from ssl_bench import errors
 from ssl_bench.cli import parser as cli
 from ssl_bench.composition.compose import compose_config, has_key
 from ssl_bench.errors import SslBenchError
-from ssl_bench.request import BATCH_SIZES, probing_config
+from ssl_bench.request import BATCH_SIZE_KEYS, probing_config
 from ssl_bench.results import ResultStore, to_pandas
 from tests.support.page_commands import ROOT
 
@@ -87,8 +87,8 @@ def test_a_flag_sets_its_key(command, flag, key, monkeypatch):
 def test_probes_have_a_batch_size_key_from_the_reference():
     config = probing_config("knn", "toy", [])
 
-    assert any(has_key(config, key) for key in BATCH_SIZES)
-    assert " or ".join(f"`{key}`" for key in BATCH_SIZES) in GENERATED["commands"]()
+    assert any(has_key(config, key) for key in BATCH_SIZE_KEYS)
+    assert " or ".join(f"`{key}`" for key in BATCH_SIZE_KEYS) in GENERATED["commands"]()
 
 
 def test_the_reference_has_every_command_and_flag():

@@ -122,7 +122,7 @@ def test_per_image_values_that_differ_from_the_record_are_damaged(tmp_path, hits
     store.save(record, np.arange(200) < hits)
 
     assert load_curve(store, [record]).per_image.keys() == layers
-    assert bool(store.damaged) == (not layers)
+    assert bool(store.damaged_files) == (not layers)
 
 
 def test_blocks_without_degenerate_images_have_zero_percent(tmp_path):
@@ -304,7 +304,7 @@ def test_load_finds_equal_settings_of_int_and_float(tmp_path, pack, old, new):
     assert found is not None
     assert (found.value, found.settings) == (50.0, {"tau": new})
     assert store.has_per_image(key)
-    assert np.array_equal(store.per_image(found), hits)
+    assert np.array_equal(store.load_per_image(found), hits)
     assert store.load(replace(key, settings={"tau": 2})) is None
     assert store.load(replace(key, settings={"tau": True})) is None
 
@@ -359,8 +359,8 @@ def pack_records(folder: Path) -> ResultStore:
 def contents(store: ResultStore) -> list:
     """Return all that a results folder contains: scores, per-image values and image names."""
     records = store.records()
-    images = [store.per_image(record) for record in records]
-    assert store.damaged == []
+    images = [store.load_per_image(record) for record in records]
+    assert store.damaged_files == []
     return [records, [one.tolist() for one in images if one is not None], store.image_ids("b" * 64)]
 
 
@@ -371,7 +371,7 @@ def test_a_record_saved_after_packing_replaces_the_packed_one(tmp_path):
 
     (found, *_) = ResultStore(tmp_path).records()
     assert found.value == 75.0
-    assert np.array_equal(ResultStore(tmp_path).per_image(found), hits)
+    assert np.array_equal(ResultStore(tmp_path).load_per_image(found), hits)
 
 
 def test_every_flipped_bit_of_packed_records_is_noticed(tmp_path):
@@ -441,8 +441,8 @@ def test_reordered_per_image_values_are_damaged(tmp_path):
 
     np.savez_compressed(path.open("wb"), hits[::-1])
 
-    assert store.per_image(record) is None
-    assert store.damaged == [path]
+    assert store.load_per_image(record) is None
+    assert store.damaged_files == [path]
 
 
 def encoder_records(count: int) -> list[Record]:

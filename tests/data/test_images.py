@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from ssl_bench.data.files.images import decode_image, read_image
-from ssl_bench.errors import DataError, UnreadableImage
+from ssl_bench.errors import DataError, UnreadableImageError
 
 END = b"\xff\xd9"
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,7 +95,7 @@ def test_a_jpeg_of_any_sampling_factors_is_decoded_or_refused():
         changed = with_sampling(content, luma, chroma, chroma)
         try:
             pixels = decode_image(changed, "one.jpg")
-        except UnreadableImage:
+        except UnreadableImageError:
             continue
         np.testing.assert_array_equal(pixels, pil_pixels(changed))
         decoded.append((luma, chroma))
@@ -114,13 +114,13 @@ def test_a_cut_jpeg_with_an_end_marker_is_refused(kind):
     for cut in range(start + 2, len(content) - 2):
         try:
             pixels = decode_image(content[:cut] + END, "one.jpg")
-        except UnreadableImage:
+        except UnreadableImageError:
             refused += 1
         else:
             np.testing.assert_array_equal(pixels, whole)
     assert refused > 0.9 * (len(content) - 2 - start)
     large = jpeg(kind, 300, 200)
-    with pytest.raises(UnreadableImage):
+    with pytest.raises(UnreadableImageError):
         decode_image(large[: int(0.99 * len(large))] + END, "one.jpg")
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_restart_marker_is_refused():
     content = jpeg("usual", 300, 200)
     middle = (content.rindex(b"\xff\xda") + len(content)) // 2
 
-    with pytest.raises(UnreadableImage):
+    with pytest.raises(UnreadableImageError):
         decode_image(content[:middle] + b"\xff\xd3" + content[middle + 2 :], "one.jpg")
 
 
@@ -150,5 +150,5 @@ def test_whole_photographs_equal_pil_and_truncated_ones_are_refused(photos):
     for path in paths[::5]:
         content = path.read_bytes()
         np.testing.assert_array_equal(read_image(path), pil_pixels(content), str(path))
-        with pytest.raises(UnreadableImage):
+        with pytest.raises(UnreadableImageError):
             decode_image(content[: len(content) // 2] + END, path)

@@ -25,7 +25,7 @@ from ssl_bench.data.layouts import hugging_face
 from ssl_bench.data.layouts.python_dataset import PythonDataset, to_pixels
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.splits import limit_images
-from ssl_bench.errors import ConfigurationError, DataError, MachineError, UnreadableImage
+from ssl_bench.errors import ConfigurationError, DataError, MachineError, UnreadableImageError
 from ssl_bench.network import DownloadError
 from tests.support.faults import encoder_file, unchecked_types
 
@@ -284,7 +284,7 @@ def test_a_random_transform_is_refused():
 
 def test_an_unreadable_item_is_an_error_or_left_out(encoder, tmp_path):
     inputs = {"train": Items(20, 12), "val": BrokenItems(0, 4), "out": tmp_path / "r"}
-    with pytest.raises(UnreadableImage, match="OSError") as error:
+    with pytest.raises(UnreadableImageError, match="OSError") as error:
         run(encoder, **inputs)
     assert error.value.hint == ("--on-bad-image", "skip")
     for _ in range(2):

@@ -22,7 +22,7 @@ from ssl_bench.data.files.tar_shards import TarImages, find_shards, index_shard
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
-from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
+from ssl_bench.errors import ConfigurationError, DataError, UnreadableImageError
 from tests.support.faults import class_folders, encoded, picture
 from tests.support.shards import tars_of, write_tar
 
@@ -198,7 +198,7 @@ def test_damaged_headers_and_images_are_named_with_their_tar_file(tmp_path):
     assert all(str(path) in error for error in errors)
     images = open_tars(write_tar(path, {"a.jpg": JPEG, "b/c.jpg": JPEG[:300]}))
     assert images[0].image.shape == (32, 40, 3)
-    with pytest.raises(UnreadableImage, match=rf"^{tmp_path}/x\.tar/b/c\.jpg"):
+    with pytest.raises(UnreadableImageError, match=rf"^{tmp_path}/x\.tar/b/c\.jpg"):
         _ = images[1]
 
 

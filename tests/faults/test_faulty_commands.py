@@ -23,8 +23,8 @@ import torch
 import probes
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.compose import component_class, compose_config
-from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.composition.compose import compose_config, import_component
+from ssl_bench.errors import BrokenFileError, ConfigurationError
 from ssl_bench.system.endings import run_and_catch
 from tests.core.test_extending import FILES, ROOT
 from tests.faults.test_fault_table import PCA, PROBE, RUN
@@ -47,7 +47,7 @@ def test_only_dataclasses_of_this_suite_are_built():
         "ssl_bench.errors.ConfigurationError",
     ):
         with pytest.raises(ConfigurationError):
-            component_class(address, "probe._target_")
+            import_component(address, "probe._target_")
 
 
 PLUGIN = """
@@ -105,8 +105,8 @@ def test_a_broken_probe_file_is_named_with_its_line(tmp_path, monkeypatch):
         file = folder / f"broken{number}.py"
         file.write_text(f'"""A probe."""\n\n{line}\n')
 
-        with pytest.raises(BrokenFile) as raised:
-            component_class(f"probes.{file.stem}.Norms", "probe._target_")
+        with pytest.raises(BrokenFileError) as raised:
+            import_component(f"probes.{file.stem}.Norms", "probe._target_")
 
         assert f"{file}, line 3" in str(raised.value)
         assert why in str(raised.value)

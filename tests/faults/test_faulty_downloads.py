@@ -277,8 +277,8 @@ def test_oversized_per_image_values_are_ignored(workdir, which):
     write_lying_zip(store.per_image_path(RECORD), "arr_0.npy", packed, claimed)
 
     def read() -> None:
-        assert store.per_image(RECORD) is None
-        assert store.damaged == [store.per_image_path(RECORD)]
+        assert store.load_per_image(RECORD) is None
+        assert store.damaged_files == [store.per_image_path(RECORD)]
 
     assert peak_mib(read) < 60
 
@@ -368,7 +368,7 @@ def test_a_file_with_a_wrong_checksum_is_deleted(server, path, part):
 
 
 def test_silent_and_absent_servers_are_reported_within_seconds(server, path, monkeypatch):
-    monkeypatch.setattr(network, "REACH_SECONDS", 0.2)
+    monkeypatch.setattr(network, "CONNECT_TIMEOUT", 0.2)
     silent = server.publish(BYTES)
     server.delay = 1.0
     start = time.monotonic()

@@ -31,7 +31,7 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.errors import DataError, UnreadableImage
+from ssl_bench.errors import DataError, UnreadableImageError
 from tests.support.faults import (
     class_folders,
     encoded,
@@ -111,7 +111,7 @@ def test_16_bit_images_need_the_number_of_used_bits(workdir, kind, bits):
     path = write_file(FILES[kind](stretch(COLOURS, bits)))
     expected = COLOURS if kind in ("png", "tif", "ppm") else GREY_RGB
 
-    with pytest.raises(UnreadableImage, match=r"one\.png") as caught:
+    with pytest.raises(UnreadableImageError, match=r"one\.png") as caught:
         read_image(path)
     assert caught.value.hint[0].startswith("data.bits=")
     assert "data.bits=16" in caught.value.hint
@@ -125,7 +125,7 @@ def test_16_bit_images_need_the_number_of_used_bits(workdir, kind, bits):
 def test_grey_with_transparency_and_cmyk_have_16_bits_too(workdir):
     grey = stretch(GREY, 12)
     path = write_file(png(np.stack([grey, np.full_like(grey, 65535)], -1)))
-    with pytest.raises(UnreadableImage):
+    with pytest.raises(UnreadableImageError):
         read_image(path)
     assert np.array_equal(read_image(path, 16)[..., 0], grey >> 8)
 
@@ -203,19 +203,19 @@ def test_the_range_that_a_file_states_is_used(workdir):
 def test_the_largest_value_of_one_image_is_no_range(workdir):
     for largest in (3000, 65535, 4094):
         content = tif(stretch(GREY, 12), extratags=[(MAX_SAMPLE, 3, 1, largest, True)])
-        with pytest.raises(UnreadableImage) as caught:
+        with pytest.raises(UnreadableImageError) as caught:
             read_image(write_file(content))
         assert "data.bits=12" in caught.value.hint
 
 
 def test_values_beyond_the_range_are_refused(workdir):
     path = write_file(png(stretch(GREY, 14)))
-    with pytest.raises(UnreadableImage) as caught:
+    with pytest.raises(UnreadableImageError) as caught:
         read_image(path, 12)
     assert caught.value.hint == (caught.value.remedy,) == ("data.bits=14",)
 
     path = write_file(tif(stretch(GREY, 14), extratags=[(MAX_SAMPLE, 3, 1, 1023, True)]))
-    with pytest.raises(UnreadableImage, match="1023") as caught:
+    with pytest.raises(UnreadableImageError, match="1023") as caught:
         read_image(path)
     assert (caught.value.hint, caught.value.remedy) == ((), "")
     # Masks use all bits.
@@ -280,7 +280,7 @@ UNSUPPORTED: dict[str, tuple[bytes, str]] = {
 
 def test_a_tiff_that_is_not_one_image_is_described(workdir, capfd):
     for content, description in UNSUPPORTED.values():
-        with pytest.raises(UnreadableImage, match=description):
+        with pytest.raises(UnreadableImageError, match=description):
             read_image(write_file(content, "one.tif"))
     assert capfd.readouterr().err == ""
 
@@ -290,7 +290,7 @@ def test_animations_are_refused_and_single_frames_are_read(workdir):
     for kind in ("GIF", "WEBP", "PNG"):
         buffer = io.BytesIO()
         first.save(buffer, kind, save_all=True, append_images=others)
-        with pytest.raises(UnreadableImage, match=f"one.jpg is a {kind} of 3 frames"):
+        with pytest.raises(UnreadableImageError, match=f"one.jpg is a {kind} of 3 frames"):
             read_image(write_file(buffer.getvalue(), "one.jpg"))
         assert read_image(write_file(encoded(kind, first))).shape == (9, 9, 3)
 

@@ -168,7 +168,7 @@ def test_a_mean_that_the_file_states_cannot_be_replaced(tmp_path):
 def test_a_missing_demo_encoder_is_refused_in_one_line(tmp_path, monkeypatch, load):
     with pytest.raises(CheckpointError, match="unknown demo encoder 'demo:x'"):
         load("demo:x")
-    monkeypatch.setattr(addresses, "PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(addresses, "PACKAGE_FOLDER", tmp_path / "package")
     with pytest.raises(CheckpointError, match="demo:skip is missing") as raised:
         load("demo:skip")
     assert "\n" not in str(raised.value)

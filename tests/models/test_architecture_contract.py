@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.composition.compose import component_class
-from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.composition.compose import import_component
+from ssl_bench.errors import BrokenFileError, ConfigurationError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     EncoderConfig,
@@ -206,7 +206,7 @@ def test_an_encoder_of_another_package_is_trained_and_probed(tmp_path, monkeypat
 def test_a_package_that_cannot_be_imported_is_named():
     for find in (
         lambda: find_registered("model", "broken"),
-        lambda: component_class("patch_mlp_broken.Config", "model._target_"),
+        lambda: import_component("patch_mlp_broken.Config", "model._target_"),
     ):
-        with pytest.raises(BrokenFile, match=r"patch_mlp_broken\.py, line 1"):
+        with pytest.raises(BrokenFileError, match=r"patch_mlp_broken\.py, line 1"):
             find()

@@ -9,7 +9,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.models import Encoder, load_encoder
@@ -223,7 +223,7 @@ def test_inner_facets_are_ordered_row_by_row(name, changes, layer):
 def test_facets_that_a_block_lacks_are_refused(name, changes, layer, facet):
     encoder = as_encoder(random_model(name, **changes))
     images = torch.rand(1, 3, *encoder.native_size)
-    with pytest.raises(UnfitEncoder) as raised:
+    with pytest.raises(UnsupportedEncoderError) as raised:
         FeatureExtractor(encoder, layers=[layer], facets=[facet])(images)
     assert raised.value.hint == ("probe.facet=token", "or", "--facet", "token")
     tokens = FeatureExtractor(encoder, layers=[layer])(images)[layer]["token"]

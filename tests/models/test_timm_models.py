@@ -11,7 +11,7 @@ from torch import Tensor
 from probes.conditioning.probe import Conditioning
 from probes.pca import PCA
 from ssl_bench.data.layouts.toy import Toy
-from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnsupportedEncoderError
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
@@ -328,7 +328,7 @@ def test_a_probe_evaluates_the_blocks_of_every_stage(tmp_path):
     evaluation.run(store, say=messages.append, overwrite=False)
     assert {path: path.read_bytes() for path in (tmp_path / "pictures").rglob("*.png")} == sheets
     assert sheets
-    with pytest.raises(UnfitEncoder):
+    with pytest.raises(UnsupportedEncoderError):
         replace(evaluation, probe=Conditioning(num_images=1, image_size=32)).run(
             store, say=messages.append, overwrite=False
         )

@@ -150,7 +150,7 @@ def test_a_file_system_without_locks_is_reported_once(tmp_path, capsys, monkeypa
     def refuse(*_):
         raise OSError(number, os.strerror(number or 0))
 
-    output.say_once.cache_clear()
+    output.print_message_once.cache_clear()
     if number is None:
         monkeypatch.setattr(lock, "fcntl", None)
     else:

@@ -27,7 +27,7 @@ from pretrain.crops.multi import MultiCrop
 from pretrain.optimizers.recipes import Soap
 from pretrain.plan import Pretraining
 from ssl_bench.cli.__main__ import main
-from ssl_bench.composition.compose import component_class
+from ssl_bench.composition.compose import import_component
 from ssl_bench.errors import CheckpointError, ConfigurationError, Preempted
 from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand_addresses
@@ -284,4 +284,4 @@ def test_differences_from_an_older_state_are_reported(root, tmp_path):
         change_state(older, removed, added)
         with pytest.raises(ConfigurationError, match=rf"\({difference}\)"):
             plan_of(root, max_steps=3, **options).run(older, resume=True, device="cpu")
-    assert component_class("pretrain.train.Pretraining", "_target_") is Pretraining
+    assert import_component("pretrain.train.Pretraining", "_target_") is Pretraining

@@ -135,7 +135,7 @@ def test_validation_accuracy_uses_the_saved_head_on_central_crops(root, tmp_path
     val = ClassFolders(root).val()
     right, losses = 0, []
     for index in range(len(val)):
-        pixels = central_square(val[index].image, 16, share=0.8)
+        pixels = central_square(val[index].image, 16, crop_share=0.8)
         features = extractor(pixels[None].float() / 255)[1]["cls_normed"]
         logits = features @ state["student.head.weight"].T + state["student.head.bias"]
         right += int(logits.argmax() == val[index].label)
@@ -316,7 +316,7 @@ def test_the_record_contains_the_logged_accuracy_and_the_correct_images(mnist, f
     assert record.value == last["val_top1"] == 80.0
     # The classes differ in colour, so only the misplaced image is classified incorrectly.
     ids = store.image_ids(record.dataset_fingerprint)
-    hits = store.per_image(record)
+    hits = store.load_per_image(record)
     assert ids is not None
     assert hits is not None
     assert [name for name, hit in zip(ids, hits, strict=True) if not hit] == ["blue/0.png"]

@@ -12,8 +12,8 @@ from pretrain.checkpoints import ENCODER, LOG
 from pretrain.objectives.supervised import Supervised
 from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import ConfigurationError, UnreadableImage
-from ssl_bench.system.output import say_once
+from ssl_bench.errors import ConfigurationError, UnreadableImageError
+from ssl_bench.system.output import print_message_once
 from tests.pretrain.plans import SMALL_DINO, album, monitored, plan_of, stopped_after_a_step
 from tests.support.faults import exit_code, expect_error, fork, make_pretrain_args, unchecked_types
 from tests.support.runs import assert_same_run, log_rows
@@ -99,7 +99,7 @@ def test_a_run_continues_after_its_tar_files_are_moved(root, tmp_path, fingerpri
 def test_damaged_images_in_tar_files_stop_runs_or_are_omitted(root, tmp_path):
     shards = tars_of(root / "album", tmp_path / "shards")
     write_tar(shards / "004.tar", {"damaged.png": b"\x89PNG\r\n\x1a\n", "damaged.cls": b"0"})
-    with pytest.raises(UnreadableImage, match=r"004\.tar/damaged\.png") as caught:
+    with pytest.raises(UnreadableImageError, match=r"004\.tar/damaged\.png") as caught:
         plan_of(shards).run(tmp_path / "fails", device="cpu")
     assert caught.value.hint == ("--on-bad-image", "skip")
     plan_of(shards, data={"on_bad_image": "skip"}).run(tmp_path / "skips", device="cpu")
@@ -128,7 +128,7 @@ def test_the_monitor_reads_tar_files(root, tmp_path):
 
 def test_a_pattern_is_accepted_and_missing_files_are_counted(root, monkeypatch, capsys):
     monkeypatch.chdir(root)
-    say_once.cache_clear()
+    print_message_once.cache_clear()
     for flag in ("data.root={}", "data.root='{}'"):
         pattern = flag.format("shards/{000..003}.tar")
         words = ["pretrain", pattern, "train.batch_size=2", "--dry-run", "--out", "run"]

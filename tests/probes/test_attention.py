@@ -29,7 +29,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import CheckpointError, DataError, UnfitEncoder
+from ssl_bench.errors import CheckpointError, DataError, UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, save_encoder
 from ssl_bench.models.loading.timm_encoder import timm_encoder
@@ -237,7 +237,7 @@ def nested_attention(q, k, v):
     ],
 )
 def test_partial_and_repeated_attention_are_refused(mix, problem):
-    with pytest.raises(UnfitEncoder, match=problem) as caught:
+    with pytest.raises(UnsupportedEncoderError, match=problem) as caught:
         record_weights(mixing_encoder(mix))
     assert caught.value.exit_code == 2
     assert caught.value.hint == ("--task", "pca")
@@ -260,8 +260,8 @@ def test_a_command_refuses_attention_without_softmax(tmp_path, monkeypatch, caps
 
 
 def test_an_encoder_without_cls_is_refused_before_images_are_read(encoder_without_cls):
-    with pytest.raises(UnfitEncoder) as caught:
-        Attention().require_fitting(encoder_without_cls)
+    with pytest.raises(UnsupportedEncoderError) as caught:
+        Attention().check_encoder(encoder_without_cls)
     assert caught.value.hint == ("--task", "pca")
 
 
@@ -421,9 +421,9 @@ def test_class_0_is_background_only_if_it_is_called_so(tmp_path):
     stuff = ImageMaskFolders(root, class_names=["wall", *more[1:], "background"])
     objects = ImageMaskFolders(root, class_names=["background", *more])
 
-    assert Attention().adapt_to_images(stuff, ()).truth == "none"
-    assert Attention().adapt_to_images(stuff, ("truth",)).truth == "classes"
-    assert Attention().adapt_to_images(objects, ()).truth == "classes"
+    assert Attention().adapt_to_dataset(stuff, ()).truth == "none"
+    assert Attention().adapt_to_dataset(stuff, ("truth",)).truth == "classes"
+    assert Attention().adapt_to_dataset(objects, ()).truth == "classes"
     with pytest.raises(DataError) as caught:
         Attention()._object_mask(Sample("x", np.zeros((8, 8, 3), np.uint8)))
     assert caught.value.hint == ("probe.truth=none",)

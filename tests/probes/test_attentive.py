@@ -226,4 +226,4 @@ def test_the_command_line_selects_the_pool_by_name():
         "learning_rates": [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0],
         "holdout": 0.1, "train_images": None, "image_size": None, "crop_share": 0.875,
     }  # fmt: skip
-    assert planned.probe.cells([3])[0] == (3, FACET, "top1_holdout")
+    assert planned.probe.list_score_keys([3])[0] == (3, FACET, "top1_holdout")

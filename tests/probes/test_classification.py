@@ -207,7 +207,7 @@ def test_one_training_class_is_refused_and_missing_classes_are_counted(root):
 
 def test_concatenated_cls_and_patches_need_a_cls_token():
     with pytest.raises(ConfigurationError, match=r"probe\.facet=patch"):
-        classification(facet="cls_patch_mean").require_fitting(replace(tiny(), num_prefix_tokens=0))
+        classification(facet="cls_patch_mean").check_encoder(replace(tiny(), num_prefix_tokens=0))
 
 
 def test_each_protocol_has_the_settings_of_its_training():
@@ -220,7 +220,7 @@ def test_each_protocol_has_the_settings_of_its_training():
     assert {"c_values", "max_iterations"} <= default.settings().keys()
     assert not {"epochs", "learning_rates", "batch_size"} & default.settings().keys()
     assert dino.settings()["learning_rates"] == [0.004]
-    assert dino.cells([3, 11]) == [(11, "cls", f"top{top}_oracle") for top in (1, 5)]
+    assert dino.list_score_keys([3, 11]) == [(11, "cls", f"top{top}_oracle") for top in (1, 5)]
     assert len(dinov2.settings()["learning_rates"]) == 13
 
 

@@ -423,4 +423,4 @@ def test_mean_logarithms_equal_those_computed_from_the_tokens(run, photographs, 
     assert undefined(again)["before"].startswith("block 1: ")
     # If the probe announced figures and did not draw them, its results would stay pending.
     assert not list((tmp_path / "out/pictures").rglob("*.png"))
-    assert not Conditioning(protocol="mean_log").pictures((2,), photographs.images(), 0)
+    assert not Conditioning(protocol="mean_log").list_figures((2,), photographs.images(), 0)

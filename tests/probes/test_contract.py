@@ -123,7 +123,7 @@ def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
     overrides = [word for word in words[2:] if "=" in word]
     roots = {words[1]: words[3]} if words[2] == "--data-root" else {}
     (planned,) = plan_probes([task], [words[1]], overrides, roots)
-    probe = planned.fit_to(load_encoder("encoder.safetensors"))
+    probe = planned.adapt_to(load_encoder("encoder.safetensors"))
     return probe, planned, ("--task", task, "--checkpoint", "encoder.safetensors", *words)
 
 
@@ -198,7 +198,7 @@ def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tu
             content = {n: v for n, v in record.as_json().items() if n not in RUN_FIELDS}
             details = content["details"]
             content["details"] = {n: v for n, v in details.items() if n != "train_seconds"}
-            values = store.per_image(record)
+            values = store.load_per_image(record)
             per_image = None if values is None else np.asarray(values).tolist()
             found[record.layer, record.facet, record.metric] = content, per_image
     return found
@@ -211,7 +211,7 @@ def records(task: str, place: Path) -> list[Record]:
 @pytest.mark.parametrize("task", TASKS)
 def test_runs_save_one_record_per_result_and_every_figure(task, workdir):
     probe, planned, _ = reduced_plan(task)
-    folder, cells = all_blocks(task, workdir), probe.cells((0, 1, 2))
+    folder, cells = all_blocks(task, workdir), probe.list_score_keys((0, 1, 2))
 
     assert len(set(cells)) == len(cells)
     assert {*results_of(folder)} == {*cells}
@@ -221,7 +221,7 @@ def test_runs_save_one_record_per_result_and_every_figure(task, workdir):
         assert "$" not in "".join(record.details.get("guesses", ())), "a name is not replaced"
         assert settings.items() <= json.loads(json.dumps(dict(record.settings))).items()
     figures = list((folder / "pictures").rglob("*"))
-    for name in probe.pictures((0, 1, 2), probe.split(planned.dataset), seed=0):
+    for name in probe.list_figures((0, 1, 2), probe.scored_images(planned.dataset), seed=0):
         assert any(figure.as_posix().endswith(f"/{name}") for figure in figures)
 
 
@@ -239,7 +239,7 @@ def test_every_setting_that_identifies_a_result_is_used(task, workdir):
 def test_values_follow_from_per_image_values_and_have_a_baseline(task, workdir):
     store = ResultStore(all_blocks(task, workdir))
     probe = reduced_plan(task)[0]
-    has_truth = probe.keeps_images and ROLE_ANNOTATIONS[probe.role] != "images"
+    has_truth = probe.has_per_image_values and ROLE_ANNOTATIONS[probe.role] != "images"
     for record in store.records():
         assert record.num_images > 0
         if record.ci95 is not None:
@@ -248,13 +248,14 @@ def test_values_follow_from_per_image_values_and_have_a_baseline(task, workdir):
             assert record.details["undefined"]
         elif has_truth and record.unit == "%":
             assert 0 <= record.details["baseline"]["value"] <= 100
-        if probe.keeps_images and record.unit == "%" and record.metric not in probe.metrics_of_sets:
+        has_values = probe.has_per_image_values and record.metric not in probe.metrics_of_sets
+        if has_values and record.unit == "%":
             per_image = load_matching_values(store, record)
             assert per_image is not None
             assert len(per_image) == record.num_images
     stored = [load_matching_values(store, record) is not None for record in store.records()]
-    assert any(stored) == probe.keeps_images
-    assert not store.damaged
+    assert any(stored) == probe.has_per_image_values
+    assert not store.damaged_files
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -273,7 +274,7 @@ def test_finished_results_are_reused_except_for_another_seed(task, workdir, monk
     assert results_of(folder) == before
     # The number of threads does not change results.
     assert pending(*["probe.num_workers=1"] * hasattr(probe, "num_workers")) == 0
-    assert pending("seed=7") == len(probe.cells((0, 1, 2)))
+    assert pending("seed=7") == len(probe.list_score_keys((0, 1, 2)))
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_larger_alphas_score_higher_and_figure_names_state_the_warp(photographs,
     (folder,) = (store.root / "pictures/correspondence/folder").iterdir()
     drawn = {p.relative_to(folder).as_posix() for p in folder.rglob("*.png")}
     probe = Correspondence(**{**WARPS, **options})
-    assert drawn == probe.pictures((0, 2), photographs.images(), 0).keys()
+    assert drawn == probe.list_figures((0, 2), photographs.images(), 0).keys()
     assert len(drawn) == 4
     assert all("warp=flip" in name and name.endswith(".png.png") for name in drawn)
 
@@ -101,7 +101,7 @@ def test_image_scores_do_not_depend_on_other_images(photographs, tmp_path):
     second = run(photographs, alone)
 
     for one, other in zip(first, second, strict=True):
-        images = whole.per_image(one), alone.per_image(other)
+        images = whole.load_per_image(one), alone.load_per_image(other)
         assert images[0] is not None
         assert images[1] is not None
         assert images[0][2].tolist() == images[1][0].tolist()
@@ -111,7 +111,7 @@ def test_stored_per_image_values_give_the_same_value_and_interval(photographs, t
     store = ResultStore(tmp_path / "out")
     records = [r for r in run(photographs, store) if r.metric == "pck_0.15"]
 
-    blocks = load_curve(store, records).blocks
+    blocks = load_curve(store, records).layer_estimates
 
     for record in records:
         assert blocks[record.layer].value == pytest.approx(record.value)
@@ -152,7 +152,7 @@ def test_pairs_are_averaged_by_pair_by_point_and_by_category(tmp_path):
     records = run(Spair71k(tmp_path), store, protocol="spair", alphas=[0.08])
 
     record = records[0]
-    counts = store.per_image(record)
+    counts = store.load_per_image(record)
     assert counts is not None
     # The pairs of cats have 0 of 3 and 1 of 2 correct points, and the pair of birds has 1 of 1.
     assert counts.tolist() == [[0, 3], [1, 2], [1, 1]]

@@ -237,7 +237,7 @@ def test_per_image_counts_give_the_value_and_interval():
 
         assert (first.value, first.ci95()) == (one.value, one.ci95)
         assert curve.value(other.per_image) == other.value > one.value
-        assert curve.best_layer() == 1
+        assert curve.find_best_layer() == 1
         assert second.difference_ci95(second) is None
         low, high = second.difference_ci95(first) or (-1.0, -1.0)
         assert low < second.value - first.value < high
@@ -252,7 +252,7 @@ def test_a_run_encodes_images_once_and_can_be_resumed(tmp_path):
     scores = list(probe.run(context(tmp_path, Pictures(boxes), (0, 2), encoder)))
     again = list(probe.run(context(tmp_path, Pictures(boxes), (0, 2), encoder)))
 
-    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells([0, 2])
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.list_score_keys([0, 2])
     assert {s.metric for s in scores} == set(METRICS)
     # Images "a" and "c" have the same shape.
     assert len(calls) == 2

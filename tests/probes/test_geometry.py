@@ -13,7 +13,7 @@ from probes.features.moments import Moments
 from probes.geometry import Geometry
 from probes.spectra import rankme
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import UnfitEncoder
+from ssl_bench.errors import UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
@@ -108,7 +108,7 @@ def test_features_come_from_the_central_squares(photographs):
     encoder = encoder_from_model(vit(), name="tiny")
     extractor = FeatureExtractor(encoder, layers=[1], facets=["cls_normed", "token_normed"])
     images = photographs.images()
-    squares = [central_square(images[i].image, 32, share=0.875) for i in range(len(images))]
+    squares = [central_square(images[i].image, 32, crop_share=0.875) for i in range(len(images))]
     features = extractor(torch.stack(squares).float() / 255)[1]
     assert found[1, "cls", "rankme"] == pytest.approx(rankme(Moments().add(features["cls_normed"])))
     patches = Moments().add(features["token_normed"].flatten(1, 2).mean(1))
@@ -201,7 +201,7 @@ def test_another_seed_draws_new_views_after_an_interrupted_run(photographs, tmp_
 
 def test_an_encoder_without_cls_has_no_cosine_with_it(photographs, encoder_without_cls):
     model = encoder_without_cls.module
-    with pytest.raises(UnfitEncoder):
+    with pytest.raises(UnsupportedEncoderError):
         values(photographs, model)
     found = values(photographs, model, facet="patch_mean")
     assert math.isnan(found[1, "token", "cls_patch_cosine"])
@@ -231,7 +231,7 @@ def test_registers_lie_between_cls_and_the_patches():
 
     assert torch.equal(found["registers"], outputs[0][:, 1:3])
     assert torch.equal(found["token"].flatten(1, 2), outputs[0][:, 3:])
-    with pytest.raises(UnfitEncoder) as caught:
+    with pytest.raises(UnsupportedEncoderError) as caught:
         FeatureExtractor(encoder_from_model(vit(), name="x"), layers=[1], facets=["registers"])
     assert "probe.facet=token" in caught.value.hint
 

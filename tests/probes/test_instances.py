@@ -27,7 +27,7 @@ from probes.instances.ranking import (
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.toy import ToyInstances
 from ssl_bench.data.samples import ImageSet, RetrievalTarget
-from ssl_bench.errors import ConfigurationError, DataError, UnfitEncoder
+from ssl_bench.errors import ConfigurationError, DataError, UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.neighbours import unit_vectors
@@ -172,7 +172,7 @@ def run(probe: Instances, dataset: Any, encoder: Encoder, folder: Path) -> dict[
 def load_per_image(folder: Path, metric: str = "map") -> list[float]:
     store = ResultStore(folder)
     (record,) = [record for record in store.records() if record.metric == metric]
-    return np.asarray(store.per_image(record)).tolist()
+    return np.asarray(store.load_per_image(record)).tolist()
 
 
 def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dict[str, float]:
@@ -335,7 +335,7 @@ def test_descriptors_are_averaged_over_scales_for_each_view(toy, encoder, tmp_pa
     def encode(scales: list[float], batch_size: int = 16) -> Any:
         probe = Instances(scales=scales, batch_size=batch_size, **options)
         context = context_of(encoder, toy, (1,), tmp_path)
-        return probe._encode(context, probe.split(toy))[0][1, "cls"]
+        return probe._encode(context, probe.scored_images(toy))[0][1, "cls"]
 
     scales = [1.0, 0.7071, 0.5]
     single, batched = (encode(scales, batch_size) for batch_size in (1, 16))
@@ -370,10 +370,10 @@ def test_a_published_dataset_gets_its_protocol(toy):
     }
     for name, expected in names.items():
         dataset = SameImages(toy.val(), name=name)
-        probe = Instances().adapt_to_images(dataset, ())
+        probe = Instances().adapt_to_dataset(dataset, ())
         assert (probe.protocol, probe.image_size, probe.max_side, probe.top) == expected
-        assert Instances().adapt_to_images(dataset, ("protocol",)) == Instances()
-    probe = Instances(top=5).adapt_to_images(SameImages(toy.val(), name="copydays"), ("top",))
+        assert Instances().adapt_to_dataset(dataset, ("protocol",)) == Instances()
+    probe = Instances(top=5).adapt_to_dataset(SameImages(toy.val(), name="copydays"), ("top",))
     assert (probe.top, probe.facet) == (5, "cls_gem")
 
 
@@ -391,11 +391,11 @@ def test_images_and_encoders_that_cannot_be_scored_are_refused(toy, encoder, tmp
         Instances("copies", jpeg_qualities=[], crop_areas=[])
     assert no_copy.value.hint[0] == "probe.jpeg_qualities=[30,5]"
     for facet, hint in (("cls", "probe.facet=patch_mean"), ("cls_gem", "probe.facet=gem")):
-        with pytest.raises(UnfitEncoder) as no_cls:
-            Instances(facet=facet).require_fitting(replace(encoder, num_prefix_tokens=0))
+        with pytest.raises(UnsupportedEncoderError) as no_cls:
+            Instances(facet=facet).check_encoder(replace(encoder, num_prefix_tokens=0))
         assert no_cls.value.hint == (hint,)
-    with pytest.raises(UnfitEncoder) as one_size:
-        Instances(scales=[1.0, 0.5]).require_fitting(replace(encoder, dynamic_image_size=False))
+    with pytest.raises(UnsupportedEncoderError) as one_size:
+        Instances(scales=[1.0, 0.5]).check_encoder(replace(encoder, dynamic_image_size=False))
     assert one_size.value.hint == ("probe.scales=[1.0]",)
     for options in ({"facet": "key"}, {"scales": []}, {"scales": [2.0]}, {"jpeg_qualities": [0]}):
         with pytest.raises(ConfigurationError):

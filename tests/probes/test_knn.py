@@ -21,7 +21,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import save_encoder
-from ssl_bench.neighbours import LabelledFeatures, knn_ranks, nearest, vote_rank
+from ssl_bench.neighbours import LabelledFeatures, knn_ranks, stable_topk, vote_rank
 from tests.support.coloured_classes import build_constant_encoder, class_context, run_probe, tiny
 from tests.support.faults import class_folders, encoder_file, expect_error, make_probe_args, records
 
@@ -46,7 +46,7 @@ def test_ties_go_to_earlier_neighbours_and_lower_classes():
 
     found = ranks(directions(10.0), [3], bank, [0, 1, 3, 2, 1], neighbours=(1, 2, 3))
     assert found == [[4], [1], [2]]
-    values, index = nearest(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]]), 2)
+    values, index = stable_topk(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]]), 2)
     assert (values.tolist(), index.tolist()) == ([[2.0, 2.0]], [[1, 3]])
     votes = torch.ones(3, 2, dtype=torch.float64)
     named = torch.tensor([[2, 1]]).expand(3, 2)
@@ -114,7 +114,7 @@ def test_the_central_square_equals_that_of_torchvision():
         resized = transforms.Resize(round(size / share), bicubic)(Image.fromarray(image))
         expected = np.array(transforms.CenterCrop(size)(resized)).astype(int)
 
-        found = central_square(image, size, share=share).permute(1, 2, 0).numpy()
+        found = central_square(image, size, crop_share=share).permute(1, 2, 0).numpy()
 
         assert np.abs(found - expected).max() <= 1
 
@@ -170,7 +170,7 @@ def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, share: float
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
     norm, vectors = encoder.module.get_submodule("norm"), []
     for index in range(len(images)):
-        pixels = central_square(images[index].image, 16, share=share)
+        pixels = central_square(images[index].image, 16, crop_share=share)
         found = extractor(pixels[None].float() / 255)[layer]
         vector = norm(found["cls"]) if facet == "cls" else norm(found["token"]).mean((1, 2))
         vectors.append(vector.detach())

@@ -34,16 +34,16 @@ class Brightness(Probe):
 
     # Commands must know the name of the task.
     task, role = "correspondence", "images"
-    keeps_images = True
+    has_per_image_values = True
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(n, "token", metric) for n in layers for metric in ("percent", "level", "odd")]
 
-    def split(self, dataset: Dataset) -> ImageSet:
+    def scored_images(self, dataset: Dataset) -> ImageSet:
         return dataset.images()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        images = self.split(context.dataset)
+        images = self.scored_images(context.dataset)
         levels = np.array([images[n].image.mean() for n in range(len(images))], np.float32)
         for layer in context.layers:
             percent = levels / 2.55 + layer
@@ -84,10 +84,10 @@ def test_percentages_of_images_are_stored_and_compared(run_probe, capsys):
     assert "ignored" not in shown.err
     store = ResultStore(Path("results"))
     for record in store.records():
-        kept = store.per_image(record)
+        kept = store.load_per_image(record)
         assert (kept is None) == (record.unit == "")
         assert kept is None or kept.mean() == pytest.approx(record.value)
-    assert not store.damaged
+    assert not store.damaged_files
     # A number without per-image values is also a finished result.
     (line,) = run_probe()
     assert "skipping 6 of 6" in line
@@ -118,11 +118,11 @@ class Hits(Brightness):
 
     metric: str = "accuracy"
 
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+    def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(n, "token", self.metric) for n in layers]
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        count = len(self.split(context.dataset))
+        count = len(self.scored_images(context.dataset))
         for layer in context.layers:
             hits = np.arange(count) % (layer + 2) == 0
             value = 100.0 * float(hits.mean())

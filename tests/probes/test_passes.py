@@ -187,14 +187,14 @@ def test_only_features_used_since_the_last_corruption_are_kept(encoder):
         (encoder, "classification", "others"),
         (encoder, "classification", "photographs"),
     ):
-        features.select(*selected)
+        features.evict_unusable(*selected)
         assert not features
         features["images"] = "features"
-        features.select(*selected)
+        features.evict_unusable(*selected)
         assert features
-    features.select(encoder, "classification", "others")
+    features.evict_unusable(encoder, "classification", "others")
     for name in ("snow:1", "fog:1", "snow:2"):
-        features.select(encoder, "classification", "photographs", name)
+        features.evict_unusable(encoder, "classification", "photographs", name)
         features.setdefault("train", "features")
         features[name] = "features"
 
@@ -319,7 +319,7 @@ def test_features_of_corrupted_images_are_not_kept(encoder, tmp_path):
     corrupted = corrupt_dataset(plan.dataset, Corruption.parse("snow:1"))
     for dataset, is_kept in ((plan.dataset, True), (corrupted, False)):
         features, one = FeatureCache(), evaluation(plan.probe, encoder, tmp_path, dataset=dataset)
-        one.run(ResultStore(tmp_path), say=lambda _: None, features=features, share=True)
+        one.run(ResultStore(tmp_path), say=lambda _: None, features=features, keep_features=True)
         assert (SharedFeatures in features) == is_kept
 
 

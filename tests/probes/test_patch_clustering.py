@@ -34,7 +34,7 @@ QUICK: dict[str, Any] = {
     "protocol": "patches", "facet": "token", "image_size": 32, "batch_size": 4, "num_workers": 1,
     "num_restarts": 1,
 }  # fmt: skip
-IGNORED = 255
+IGNORE_INDEX = 255
 
 
 def clustering(**changes: Any) -> Clustering:
@@ -66,8 +66,8 @@ def cluster_pixels(context, layer):
         clusters = np.asarray(kmeans.predict(unit(val[number]).numpy()), np.uint8).reshape(4, 4)
         mask = val[number].mask
         enlarged = resize_mask(torch.from_numpy(clusters), *mask.shape).numpy()
-        guess.append(enlarged[mask != IGNORED])
-        truth.append(mask[mask != IGNORED])
+        guess.append(enlarged[mask != IGNORE_INDEX])
+        truth.append(mask[mask != IGNORE_INDEX])
     return np.concatenate(guess), np.concatenate(truth)
 
 
@@ -119,7 +119,7 @@ def test_all_metrics_need_one_pass_and_have_a_baseline(tmp_path):
     assert set(counter.passes.values()) == {1}
     apart = replace(probe, memory_gib=1e-6).run(probe_context(tmp_path))
     assert [score.value for score in apart] == [score.value for score in scores]
-    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.list_score_keys(context.layers)
     by_metric = {s.metric: s for s in scores if s.layer == 3}
     assert by_metric["miou_majority_x2"].value >= by_metric["miou_matched_x2"].value
     assert by_metric["purity_x2"].value > 95
@@ -185,7 +185,7 @@ def test_impossible_settings_are_refused(tmp_path, changes):
 
 def test_scored_images_without_labels_are_refused(tmp_path):
     with pytest.raises(DataError):
-        scores_of(tmp_path, ColourDataset(val_masks=dict.fromkeys(range(7), IGNORED)))
+        scores_of(tmp_path, ColourDataset(val_masks=dict.fromkeys(range(7), IGNORE_INDEX)))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_the_dataset_determines_what_is_clustered(dataset, overrides, protocol, 
     assert (probe.protocol, probe.facet) == (protocol, facet)
     assert probe.image_size == (512 if protocol == "patches" else None)
     # The plan of a printed or queued command has the same settings.
-    config = probing_config(*planned.choice, planned.overrides, planned.root)
+    config = probing_config(*planned.task_and_dataset, planned.overrides, planned.root)
     assert config["probe"]["protocol"] == protocol
     unused = {"patches": "crop_share", "images": "fit_patches"}[protocol]
     assert unused not in probe.settings()
@@ -216,7 +216,7 @@ def test_the_dataset_determines_what_is_clustered(dataset, overrides, protocol, 
 @pytest.mark.parametrize("size", [(24, 40), (7, 33), (3, 2)])
 def test_pixels_are_counted_at_the_size_of_the_mask(size):
     generator = np.random.default_rng(0)
-    masks = generator.choice([0, 1, 2, IGNORED], (2, *size)).astype(np.uint8)
+    masks = generator.choice([0, 1, 2, IGNORE_INDEX], (2, *size)).astype(np.uint8)
     clusters = generator.integers(4, size=(2, 5, 6))
     labels = PatchLabels.concatenate([PatchLabels.from_mask(mask, 5, 6) for mask in masks], 5 * 6)
 

@@ -25,7 +25,7 @@ def make_probe(**changes) -> Retrieval:
 def test_colours_are_retrieved_almost_without_error(tmp_path):
     probe, context = make_probe(), probe_context(tmp_path)
     scores = list(probe.run(context))
-    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.list_score_keys(context.layers)
     assert {s.metric: s.value for s in scores if s.layer == 3}["miou"] > 80
     for score in scores:
         # If all images are perfect, they do not show how scores vary.

@@ -116,7 +116,7 @@ def test_scores_and_baselines_equal_a_computation_in_numpy(workdir, method):
         estimate = curve.estimate(per_image)
         assert estimate.value == curve.value(per_image) == pytest.approx(record.value)
         assert estimate.ci95() == pytest.approx(record.ci95)
-    assert not store.damaged
+    assert not store.damaged_files
 
 
 def test_scores_of_an_image_equal_a_count_by_hand():
@@ -167,7 +167,7 @@ def test_the_annotations_of_a_dataset_decide_what_is_scored(dataset, truth, metr
     for probe in (planned.probe, adaptive.probe):
         assert isinstance(probe, TokenCut)
         assert probe.truth == truth
-        assert [metric for _, _, metric in probe.cells([2])] == metrics
+        assert [metric for _, _, metric in probe.list_score_keys([2])] == metrics
     largest = 640 if dataset == "folder" else None
     assert planned.probe.settings() == TokenCut(max_side=largest).settings()
     assert adaptive.probe.settings()["tau"] == "otsu"

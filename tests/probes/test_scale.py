@@ -16,7 +16,7 @@ from probes.tokencut.eigensolver import cosine_similarities
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import build, has_key
 from ssl_bench.data.samples import find_datasets
-from ssl_bench.errors import UnfitEncoder
+from ssl_bench.errors import UnsupportedEncoderError
 from ssl_bench.neighbours import unit_vectors, zero_vectors_warning
 from ssl_bench.request import probing_config
 
@@ -80,7 +80,7 @@ def scores(task: str, power: int, folder: str) -> dict[tuple[str, str], float]:
     small: dict[str, Any] = {key: SMALL[key] for key in SMALL if has_key(config, key)}
     try:
         records = ssl_bench.probe(encoder, task=task, dataset=dataset, layer=1, out=folder, **small)
-    except UnfitEncoder as error:
+    except UnsupportedEncoderError as error:
         pytest.skip(str(error))
     return {(record.facet, record.metric): record.value for record in records}
 

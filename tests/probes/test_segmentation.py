@@ -288,7 +288,7 @@ def test_panels_show_the_image_the_true_mask_and_every_block(tmp_path):
     names = sorted(path.name for path in (tmp_path / "pictures").glob("*.png"))
     begins = [f"ssl_bench-token-val_{number}" for number in (0, 1)]
     assert [name.partition("~")[0] for name in names] == begins
-    announced = probe.pictures([0, 3], dataset.val(), 0)
+    announced = probe.list_figures([0, 3], dataset.val(), 0)
     assert {*names} == {name for name in announced if name.endswith(".png")}
     with Image.open(tmp_path / "pictures" / names[0]) as picture:
         pixels = np.asarray(picture.convert("RGB")).astype(int)
@@ -319,7 +319,7 @@ def test_every_protocol_runs_and_records_state_its_settings(tmp_path, protocol, 
     probe = build(compose_config("probing", overrides), "probe")
     context = probe_context(tmp_path)
     scores = list(probe.run(context))
-    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.list_score_keys(context.layers)
     assert scores[0].details["layers"] == ([0] if mode == "single" else [0, 1, 2, 3])
     assert PROTOCOLS[protocol].items() <= probe.settings().items()
     assert bool(probe.settings().get("refit")) == (protocol == "capi")

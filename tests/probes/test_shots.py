@@ -166,8 +166,8 @@ def test_settings_do_not_depend_on_other_requested_shots(kind):
     assert one.settings().keys() == (kind().settings().keys() | {"draws"}) - omitted
     assert {"shots", "draws"}.isdisjoint(kind().settings())
     assert changed_settings(one) == {"draws": 3}
-    assert set(one.cells([0])) < set(both.cells([0]))
-    assert len(both.cells([0])) == len(set(both.cells([0])))
+    assert set(one.list_score_keys([0])) < set(both.list_score_keys([0]))
+    assert len(both.list_score_keys([0])) == len(set(both.list_score_keys([0])))
 
 
 def test_images_are_paired_by_their_number_of_correct_draws():
@@ -180,7 +180,7 @@ def test_images_are_paired_by_their_number_of_correct_draws():
     assert curve.estimate(~hits).ci95() == pytest.approx((0, 100))
     low, high = curve.estimate(hits).difference_ci95(curve.estimate(hits & False)) or (0, 0)
     assert (low, high) == pytest.approx((37.5 - 76.176, 100), abs=1e-2)
-    assert curve.best_layer() == 1
+    assert curve.find_best_layer() == 1
 
 
 def test_the_command_line_accepts_shots(workdir):

@@ -218,7 +218,7 @@ def test_images_without_ground_truth_give_masks_figures_and_degenerate_graphs(tm
 
     scores = list(probe.run(replace(context(tmp_path, pictures, [2]), say=messages.append)))
 
-    assert [(score.layer, score.facet, score.metric) for score in scores] == probe.cells([2])
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.list_score_keys([2])
     (line,) = messages
     (folder,) = tmp_path.iterdir()
     assert str(folder) in line

@@ -439,7 +439,7 @@ def one_object(number: int = 1) -> np.ndarray:
 def test_videos_with_only_a_first_mask_get_masks_without_scores(tmp_path):
     write_video(tmp_path / "videos/cup", [one_object(3), None, None, None])
     dataset = FrameFolders(tmp_path / "videos")
-    probe = Tracking(image_size=32).adapt_to_images(dataset, ())
+    probe = Tracking(image_size=32).adapt_to_dataset(dataset, ())
 
     records = evaluate_probe(probe, dataset, ResultStore(tmp_path / "out"), tiny_encoder(), (0, 1))
 
@@ -458,7 +458,7 @@ def test_frames_without_masks_are_not_scored(tmp_path):
     masks = [one_object(), None, one_object(), None, one_object()]
     write_video(tmp_path / "videos/cup", masks)
     dataset = FrameFolders(tmp_path / "videos")
-    probe = Tracking(image_size=32, panels=0).adapt_to_images(dataset, ())
+    probe = Tracking(image_size=32, panels=0).adapt_to_dataset(dataset, ())
 
     records = evaluate_probe(probe, dataset, ResultStore(tmp_path / "out"), tiny_encoder(), (0,))
 

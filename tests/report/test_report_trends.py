@@ -235,7 +235,7 @@ def test_the_leaderboard_shows_clean_images(tmp_path):
 
     board, corrupted = (
         build_index_page(build_report(ResultStore(tmp_path), records, []))["leaderboard"]
-        for records in (CORRUPTED, [record for record in CORRUPTED if record.corrupted])
+        for records in (CORRUPTED, [record for record in CORRUPTED if record.corruption])
     )
 
     assert [panel.dataset for panel in board.panels] == ["photos"]

@@ -65,9 +65,9 @@ def run_probe(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, 
     """Run a probe, with the options `changes`. Return its scores by (layer, facet, metric).
 
     A facet is a kind of feature, such as the [CLS] token. Also check that the probe's method
-    `cells` lists exactly these keys.
+    `list_score_keys` lists exactly these keys.
     """
     context = class_context(dataset, **changes)
     scores = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}
-    assert sorted(scores) == sorted(probe.cells(context.layers))
+    assert sorted(scores) == sorted(probe.list_score_keys(context.layers))
     return scores

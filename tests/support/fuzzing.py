@@ -206,7 +206,7 @@ def per_image_files() -> Kind:
         stored = store.path(RECORD.key()).with_suffix(".npz")
         stored.parent.mkdir(parents=True, exist_ok=True)
         path.replace(stored)
-        return store.per_image(RECORD)
+        return store.load_per_image(RECORD)
 
     return Kind([seed], "one.npz", read)
 

@@ -11,7 +11,7 @@ from typing import Any
 from probes.classification import LinearClassification
 from probes.segmentation import Segmentation
 from ssl_bench.composition.choices import config_folder
-from ssl_bench.composition.compose import TARGET, component_class, instantiate, read_file
+from ssl_bench.composition.compose import TARGET, import_component, instantiate, read_file
 from tests.support.components import build_component
 
 
@@ -54,7 +54,7 @@ def _build(
     given = {name: value for name, value in defaults.items() if name in own and name not in changes}
     for field, name in names.items():
         call = read_file(config_folder() / "probe" / kind.task / field / f"{name}.yaml")
-        accepted = {item.name for item in fields(component_class(call[TARGET], field))}
+        accepted = {item.name for item in fields(import_component(call[TARGET], field))}
         call |= {name: value for name, value in defaults.items() if name in accepted}
         call |= {name: changes.pop(name) for name in accepted & changes.keys()}
         given[field] = instantiate(call, f"probe.{field}")

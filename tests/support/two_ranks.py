@@ -31,7 +31,7 @@ from ssl_bench.cli import __main__ as cli
 from ssl_bench.composition.compose import compose_config
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.layouts.folder import ImageFolder
-from ssl_bench.errors import DataError, MachineError, UnreadableImage
+from ssl_bench.errors import DataError, MachineError, UnreadableImageError
 
 # The step of the fault. The first step is 0.
 FAULT_STEP = 3
@@ -136,7 +136,7 @@ def lost_image(usual: Any) -> Any:
 
     def getitem(self: FileImageSet, index: int) -> Any:
         if self.ids[index] == "3.jpg":
-            raise UnreadableImage("photos/3.jpg is cut short")
+            raise UnreadableImageError("photos/3.jpg is cut short")
         return usual(self, index)
 
     return getitem

@@ -94,8 +94,8 @@ class LabelMap:
     A number without a class raises an error.
 
     Attributes:
-        classes: Class of each allowed number from 0 to 255. The class is 255 (`IGNORED`) for pixels
-            that are not scored.
+        classes: Class of each allowed number from 0 to 255. The class is 255 (`IGNORE_INDEX`) for
+            pixels that are not scored.
         hint: Advice in the message of the error about a number without a class.
     """
 

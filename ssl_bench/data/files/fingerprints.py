@@ -26,7 +26,7 @@ from jaxtyping import UInt64
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Sample
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.files import cache_folder, open_trusted, write_atomically
-from ssl_bench.system.output import say_once, show_progress
+from ssl_bench.system.output import print_message_once, show_progress
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -307,7 +307,7 @@ def identify_parts(
             for _, part_digest in show_progress(digests, f"sha256 of {title}", total):
                 now = time.monotonic()
                 if now - start > _PATIENCE_SECONDS:
-                    say_once(
+                    print_message_once(
                         f"reading {total:,} files of {title} to compute their SHA-256, which is "
                         "stored for the next run. With data.fingerprint=stat, only the sizes and "
                         "modification times of the files are used"
@@ -469,7 +469,7 @@ def _hash_text(text: str, size: int) -> bytes:
 
 
 def _report_unsaved(reason: str) -> None:
-    say_once(
+    print_message_once(
         f"cannot store the SHA-256 of files for the next run: {reason}. Set XDG_CACHE_HOME to "
         "another folder"
     )

@@ -16,7 +16,7 @@ from PIL import Image, TiffImagePlugin, UnidentifiedImageError, features
 from PIL.ExifTags import Base as Tag
 from PIL.TiffImagePlugin import ImageFileDirectory_v2 as Directory
 
-from ssl_bench.errors import DataError, UnreadableImage
+from ssl_bench.errors import DataError, UnreadableImageError
 from ssl_bench.system.files import describe_substitute, read_regular
 from ssl_bench.system.process import reraise_out_of_memory
 
@@ -63,8 +63,8 @@ def read_image(
 
     Raises:
         DataError: The file is missing.
-        UnreadableImage: The file is empty, truncated or too large, does not contain exactly one
-            image, or contains 16-bit values in an unknown range.
+        UnreadableImageError: The file is empty, truncated or too large, does not contain exactly
+            one image, or contains 16-bit values in an unknown range.
     """
     data = read_data_file(path)
     decode = decode_oriented if apply_exif_orientation else decode_image
@@ -83,7 +83,7 @@ def decode_oriented(
             required unless the header states the range of values.
 
     Raises:
-        UnreadableImage: The image cannot be decoded.
+        UnreadableImageError: The image cannot be decoded.
     """
     pixels = decode_image(data, name, bits)
     orientation = _read_orientation(data)
@@ -127,7 +127,7 @@ def decode_image(
             required unless the header states the range of values.
 
     Raises:
-        UnreadableImage: The image cannot be decoded.
+        UnreadableImageError: The image cannot be decoded.
     """
     with _add_name_to_errors(name):
         pixels = _decode_jpeg(data)
@@ -210,7 +210,7 @@ def read_data_file(path: Path) -> bytes:
 
 @contextmanager
 def _add_name_to_errors(name: str | Path) -> Generator[None]:
-    """Convert exceptions of image decoders in a `with` block to `UnreadableImage`.
+    """Convert exceptions of image decoders in a `with` block to `UnreadableImageError`.
 
     For damaged files, decoders raise OSError, ValueError, SyntaxError, struct.error and others. The
     message of the new exception contains `name`, the name of the file.
@@ -221,7 +221,7 @@ def _add_name_to_errors(name: str | Path) -> Generator[None]:
         raise
     except Exception as error:
         reraise_out_of_memory(error)
-        raise UnreadableImage(
+        raise UnreadableImageError(
             f"{name} is damaged or cut short ({error}). Copy or download it again"
         ) from error
 
@@ -260,7 +260,7 @@ def _open(data: bytes, name: str | Path) -> Image.Image:
     """Decode an image file with Pillow.
 
     Raises:
-        UnreadableImage: The file has too many pixels, an unsupported format, or more than one
+        UnreadableImageError: The file has too many pixels, an unsupported format, or more than one
             image.
     """
     if _is_tiff(data) and (kind := _describe_unsupported_tiff(data)):
@@ -271,7 +271,7 @@ def _open(data: bytes, name: str | Path) -> Image.Image:
         raise _unidentified_image_error(data, name) from error
     with image:
         if image.width * image.height > _MAX_PIXELS:
-            raise UnreadableImage(
+            raise UnreadableImageError(
                 f"{name} has {image.width} x {image.height} pixels, expected at most {_MAX_PIXELS}."
                 " Shrink it"
             )
@@ -284,19 +284,19 @@ def _open(data: bytes, name: str | Path) -> Image.Image:
         return image
 
 
-def _unidentified_image_error(data: bytes, name: str | Path) -> UnreadableImage:
+def _unidentified_image_error(data: bytes, name: str | Path) -> UnreadableImageError:
     if _is_tiff(data) and {Tag.StripOffsets, Tag.TileOffsets} & set(page := _tiff_pages(data)[0]):
         bits, bands = _bits_per_sample(page), page.get(Tag.SamplesPerPixel, 1)
         return _not_one_image_error(name, f"a TIFF of {bits} bits and {bands} band(s)")
     for kind, brands, remedy in _OPTIONAL_FORMATS:
         if _read_brand(data) in brands and _possible_formats(data) is _FORMATS:
-            return UnreadableImage(f"{name} is {kind} and needs {remedy}", remedy)
+            return UnreadableImageError(f"{name} is {kind} and needs {remedy}", remedy)
     problem = describe_substitute(data[:64]) or "is not an image. Download it again"
-    return UnreadableImage(f"{name} {problem}")
+    return UnreadableImageError(f"{name} {problem}")
 
 
-def _not_one_image_error(name: str | Path, kind: str) -> UnreadableImage:
-    return UnreadableImage(
+def _not_one_image_error(name: str | Path, kind: str) -> UnreadableImageError:
+    return UnreadableImageError(
         f"{name} is {kind}, expected one grey or RGB image with 8 or 16 bits per sample. Convert "
         "it, for example to PNG"
     )
@@ -342,7 +342,7 @@ def _to_rgb(
     if image.mode not in ("CMYK", "LAB") and _largest_sample(image, data) > 255:
         image = _scale_to_8_bits(image, data, name, bits)
     if image.mode not in _MODES:
-        raise UnreadableImage(f"{name} has the colour mode {image.mode}. Save it as RGB")
+        raise UnreadableImageError(f"{name} has the colour mode {image.mode}. Save it as RGB")
     if image.mode == "P":
         # The direct conversion to RGB warns if the palette has transparent colours.
         image = image.convert("RGBA")
@@ -359,7 +359,7 @@ def _scale_to_8_bits(
     white is 2**bits - 1.
 
     Raises:
-        UnreadableImage: The value of white is unknown, or a pixel has a larger value.
+        UnreadableImageError: The value of white is unknown, or a pixel has a larger value.
     """
     allowed, is_colour = _largest_sample(image, data), len(image.getbands()) > 1
     if image.format == "PPM" and allowed < _16_BITS:
@@ -378,14 +378,14 @@ def _scale_to_8_bits(
     if is_colour:
         decoded = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
         if decoded is None or decoded.dtype != np.uint16 or decoded.ndim < 3:
-            raise UnreadableImage(
+            raise UnreadableImageError(
                 f"{name} has 16-bit colours in an unsupported form. Save it as PNG"
             )
         samples = decoded[..., 2::-1]
     lowest, largest = int(samples.min()), int(samples.max())
     remedy = f"data.bits={min(16, max(8, largest.bit_length()))}"
     if white is None:
-        raise UnreadableImage(
+        raise UnreadableImageError(
             f"{name} is a 16-bit image with values up to {largest}, and its header does not say "
             "which value is white",
             remedy,
@@ -393,7 +393,7 @@ def _scale_to_8_bits(
         )
     if lowest < 0 or largest > white:
         can_be_set = not is_stated and 0 <= lowest <= largest <= _16_BITS
-        raise UnreadableImage(
+        raise UnreadableImageError(
             f"{name} has values from {lowest} to {largest}, expected 0 to {white}",
             remedy if can_be_set else "",
             hint=(remedy,) if can_be_set else (),

@@ -19,8 +19,8 @@ from ssl_bench.data.files.fingerprints import (
     sample_hashes,
 )
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
-from ssl_bench.errors import DataError, UnreadableImage, join_alternatives
-from ssl_bench.system.output import say, show_progress
+from ssl_bench.errors import DataError, UnreadableImageError, join_alternatives
+from ssl_bench.system.output import print_message, show_progress
 
 OnBadImage = Literal["fail", "skip"]
 _MAX_NAMES = 5
@@ -85,7 +85,7 @@ class ReadabilityCache:
         messages: Messages that have already been printed, so that they are not repeated.
     """
 
-    errors: dict[object, UnreadableImage | None] = field(default_factory=dict)
+    errors: dict[object, UnreadableImageError | None] = field(default_factory=dict)
     messages: set[str] = field(default_factory=set)
 
 
@@ -99,7 +99,7 @@ class ReadableDataset(DatasetView):
     Args:
         dataset: The complete dataset.
         cache: Results of earlier attempts to decode images.
-        must_be_complete: Whether to raise UnreadableImage instead of leaving images out.
+        must_be_complete: Whether to raise UnreadableImageError instead of leaving images out.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ReadableDataset(DatasetView):
         message = "; ".join([f"using {count} of {name}", *describe_unreadable(images, errors)])
         if message not in self._cache.messages:
             self._cache.messages.add(message)
-            say(message)
+            print_message(message)
         if not readable:
             raise DataError(f"none of the {len(images)} images of {_title(images)} can be read")
         left_out = [i for i, error in zip(images.ids, errors, strict=True) if error is not None]
@@ -154,8 +154,8 @@ def leave_out_unreadable(
     return view
 
 
-def require_readable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> None:
-    """Raise UnreadableImage if any image could not be decoded.
+def require_readable(images: ImageSet, errors: Sequence[UnreadableImageError | None]) -> None:
+    """Raise UnreadableImageError if any image could not be decoded.
 
     The message contains the number of unreadable images and the first error.
 
@@ -167,7 +167,7 @@ def require_readable(images: ImageSet, errors: Sequence[UnreadableImage | None])
     if unreadable:
         count = f"{len(unreadable)} of {len(images)} images of {_title(images)} cannot be read"
         first = "the first of them: " if len(unreadable) > 1 else ""
-        raise UnreadableImage(f"{count}, {first}{unreadable[0]}")
+        raise UnreadableImageError(f"{count}, {first}{unreadable[0]}")
 
 
 def left_out_label(left_out: dict[str, list[str]]) -> str:
@@ -197,17 +197,17 @@ def summarize_left_out(left_out: dict[str, list[str]]) -> dict[str, dict[str, in
     return {s: {"count": len(ids), "first": ids[:_MAX_NAMES]} for s, ids in left_out.items()}
 
 
-def suggest_skipping(error: UnreadableImage) -> UnreadableImage:
+def suggest_skipping(error: UnreadableImageError) -> UnreadableImageError:
     """Return a copy of an error that also suggests the option `--on-bad-image skip`."""
     hint = join_alternatives(error.hint, ("--on-bad-image", "skip"))
-    extended = UnreadableImage(f"{error}, or leave such images out", hint=hint)
+    extended = UnreadableImageError(f"{error}, or leave such images out", hint=hint)
     extended.is_raised_on_all_ranks = error.is_raised_on_all_ranks
     return extended
 
 
 def find_read_errors(
-    images: ImageSet, known: dict[object, UnreadableImage | None]
-) -> list[UnreadableImage | None]:
+    images: ImageSet, known: dict[object, UnreadableImageError | None]
+) -> list[UnreadableImageError | None]:
     """Decode all images. Return the error of each image, or None if the image is readable.
 
     Args:
@@ -229,7 +229,7 @@ def find_read_errors(
         _ = source[index]
         return _IS_READABLE
 
-    def find_error(position: int) -> UnreadableImage | None:
+    def find_error(position: int) -> UnreadableImageError | None:
         index = int(indices[position])
         try:
             if files is None or digests is None:
@@ -237,7 +237,7 @@ def find_read_errors(
             else:
                 name = f"{files.path(index).absolute()}\0readable {files.options.bits}"
                 digests.get_or_compute(name, files.files(index), partial(decode, index))
-        except UnreadableImage as error:
+        except UnreadableImageError as error:
             return error
         return None
 
@@ -252,7 +252,9 @@ def find_read_errors(
     return [known[key] for key in keys]
 
 
-def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> list[str]:
+def describe_unreadable(
+    images: ImageSet, errors: Sequence[UnreadableImageError | None]
+) -> list[str]:
     """Describe the images that cannot be read, with one text for all images with the same remedy.
 
     Examples of such texts are "2 cannot be read: a, b" and "1 needs pip install 'ssl-bench[heic]':

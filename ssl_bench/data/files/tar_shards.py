@@ -48,7 +48,7 @@ from ssl_bench.system.files import (
     list_files,
     open_regular,
 )
-from ssl_bench.system.output import say_once, show_progress
+from ssl_bench.system.output import print_message_once, show_progress
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 """Suffixes of tar files. Reading a compressed tar file raises an error that explains what to do."""
@@ -200,7 +200,7 @@ def _save_index(
     try:
         write_cache_file(_cache_file(shard), _CACHE_HEADER, body)
     except MachineError as error:
-        say_once(
+        print_message_once(
             f"cannot store the index of tar files for the next run: {error}. Set XDG_CACHE_HOME to "
             "another folder"
         )
@@ -354,7 +354,7 @@ class TarImages(IdentifiedImages):
         """Decode an image.
 
         Raises:
-            UnreadableImage: The image is damaged.
+            UnreadableImageError: The image is damaged.
             DataError: The tar file cannot be read or has changed.
         """
         image = decode_oriented(self._read(index), self.path(index), self.options.bits)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
 from ssl_bench.data.layouts.image_mask_folders import IndexMasks, PairedFolders, split_folder
-from ssl_bench.data.samples import IGNORED, find_root
+from ssl_bench.data.samples import IGNORE_INDEX, find_root
 from ssl_bench.data.splits import read_lines
 
 NUM_CLASSES = 150
@@ -16,7 +16,7 @@ NUM_CLASSES = 150
 # 149, and 255 for "other". Such a mask is an error, because 255 is not in this map. If 1 was
 # subtracted instead, the mask would be accepted with wrong classes.
 LABELS = LabelMap(
-    {0: IGNORED, **{number: number - 1 for number in range(1, NUM_CLASSES + 1)}},
+    {0: IGNORE_INDEX, **{number: number - 1 for number in range(1, NUM_CLASSES + 1)}},
     hint="use the published masks, as 255 shows that the classes were already shifted",
 )
 

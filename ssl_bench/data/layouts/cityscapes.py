@@ -10,7 +10,7 @@ from jaxtyping import Integer
 from ssl_bench.composition.fields import MaskValue
 from ssl_bench.data.files.file_sets import Masks
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders, IndexMasks
-from ssl_bench.data.samples import IGNORED
+from ssl_bench.data.samples import IGNORE_INDEX
 from ssl_bench.errors import DataError
 
 _TRAIN_IDS = "labelTrainIds.png"
@@ -24,7 +24,7 @@ _CLASS_NAMES = (
 _IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
 # Published masks never store 255. It is still listed, because the fingerprints of stored results
 # depend on this list.
-_IGNORED_IDS = (0, 1, 2, 3, 4, 5, 6, 9, 10, 14, 15, 16, 18, 29, 30, IGNORED)
+_IGNORED_IDS = (0, 1, 2, 3, 4, 5, 6, 9, 10, 14, 15, 16, 18, 29, 30, IGNORE_INDEX)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PublishedIds(IndexMasks):
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
         """Raise `DataError` if a mask stores 255, which occurs only in masks of training ids."""
-        if (numbers == IGNORED).any():
+        if (numbers == IGNORE_INDEX).any():
             raise DataError(
                 f"{path} holds 255, which occurs only in masks of training ids. Such masks are "
                 "usually named *_labelTrainIds.png. Remove this mask, or declare that all masks "

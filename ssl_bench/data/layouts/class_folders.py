@@ -22,7 +22,7 @@ from ssl_bench.data.samples import ImageView, Layout, Sample, reject_published_n
 from ssl_bench.data.splits import Split, missing_split_error, read_lines, require_disjoint
 from ssl_bench.errors import DataError, escape_braces
 from ssl_bench.system.files import is_output
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 
 _TINY_IMAGENET_LABELS = "val_annotations.txt"
 # The class number times this odd 64-bit constant is added to the hash of a file. Thus, another
@@ -204,7 +204,7 @@ class ClassFolders(ClassificationSplits):
         """Return the training split and the scored split, such as "train" or "all:0-80%"."""
         train, val = self.train_split, self.val_split
         if train is None and val is None and self._is_flat:
-            say_once(
+            print_message_once(
                 f"the folders in {self._root} contain images directly, so each folder is a class. "
                 f"The splits are {_ALL_TRAIN} for training and {_ALL_VAL} for scoring."
             )

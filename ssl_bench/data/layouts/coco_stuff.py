@@ -9,7 +9,7 @@ from typing import Literal
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
 from ssl_bench.data.layouts.image_mask_folders import IndexMasks, PairedFolders, split_folder
-from ssl_bench.data.samples import IGNORED, find_existing_folder, find_root
+from ssl_bench.data.samples import IGNORE_INDEX, find_existing_folder, find_root
 from ssl_bench.data.splits import Split
 
 CONVERTED = "_labelTrainIds.png"
@@ -69,7 +69,7 @@ class CocoStuff(PairedFolders):
             meanings = [COARSE_NAMES.index(group) for _, group in classes.values()]
             names = COARSE_NAMES
         labels = LabelMap(
-            {**dict(zip(numbers, meanings, strict=True)), 255: IGNORED},
+            {**dict(zip(numbers, meanings, strict=True)), 255: IGNORE_INDEX},
             hint=f"published masks are named ID.png, converted masks must be named ID{CONVERTED}",
         )
         return IndexMasks(files, labels), names

@@ -11,7 +11,7 @@ from ssl_bench.data.files.images import IMAGE_SUFFIXES
 from ssl_bench.data.samples import Layout, reject_published_name, resolve_folder
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import list_files
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 
 _MAX_NAMED_SUFFIXES = 5
 
@@ -58,7 +58,7 @@ class ImageFolder(Layout):
         if not ids:
             raise DataError(f"{root} has no images, expected suffixes: {', '.join(IMAGE_SUFFIXES)}")
         if len(ids) < len(names):
-            say_once(_describe_left_out(root, set(names).difference(ids)))
+            print_message_once(_describe_left_out(root, set(names).difference(ids)))
         return FileImageSet(
             name=self.name,
             split="all",

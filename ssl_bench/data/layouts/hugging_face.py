@@ -41,7 +41,7 @@ from ssl_bench.errors import (
 )
 from ssl_bench.network import DownloadError, open_url
 from ssl_bench.system.files import expand_path, read_regular
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import print_message_once
 from ssl_bench.system.process import reraise_out_of_memory
 
 _IMAGE_NAMES = ("image", "img")
@@ -234,7 +234,7 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
         box = _choose_column("box", boxes, title)
     chosen = {"labels": label, "masks": mask, "boxes": box}
     described = "".join(f", {kind} in {name}" for kind, name in chosen.items() if name)
-    say_once(f"{title}: images in {image}{described}")
+    print_message_once(f"{title}: images in {image}{described}")
     return Columns(image, label, mask, box)
 
 

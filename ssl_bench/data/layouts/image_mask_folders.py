@@ -15,7 +15,7 @@ from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_va
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
 from ssl_bench.data.files.images import read_integer_image, read_mask_colours, read_palette
 from ssl_bench.data.samples import (
-    IGNORED,
+    IGNORE_INDEX,
     PUBLISHED_COUNTS,
     Layout,
     find_root,
@@ -29,7 +29,7 @@ from ssl_bench.data.splits import (
     read_list,
     require_disjoint,
 )
-from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
+from ssl_bench.errors import ConfigurationError, DataError, UnreadableImageError
 from ssl_bench.system.files import list_files
 
 _CLASSES_FILE = "classes.txt"
@@ -223,7 +223,7 @@ class TwoClassMasks(IndexMasks):
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
         """Raise `DataError` if a mask stores only 0 and 255, because 255 is then ambiguous."""
-        if set(np.unique(numbers)) == {0, IGNORED}:
+        if set(np.unique(numbers)) == {0, IGNORE_INDEX}:
             raise DataError(
                 f"{path} holds 0 and 255 but not 1, so the meaning of 255 is unclear. State "
                 "whether 255 is the second class or marks ignored pixels",
@@ -366,7 +366,7 @@ class ImageMaskFolders(PairedFolders):
     def _segmentation(self, split: str) -> FileImageSet:
         images = super()._segmentation(split)
         if isinstance(images.masks, IndexMasks) and images.masks.checks_first_mask:
-            with suppress(UnreadableImage):
+            with suppress(UnreadableImageError):
                 images.masks.read(images.ids[0])
         return images
 
@@ -433,7 +433,7 @@ class ImageMaskFolders(PairedFolders):
         count = len(names)
         first = int(self.reduce_zero)
         numbers = range(first, first + count) if self.numbers is None else self.numbers
-        ignored = {IGNORED} if self.ignored is None else set(self.ignored)
+        ignored = {IGNORE_INDEX} if self.ignored is None else set(self.ignored)
         ignored |= {0} if self.reduce_zero else set()
         if len(set(numbers)) != count or not set(numbers).isdisjoint(ignored):
             raise ConfigurationError(
@@ -450,7 +450,7 @@ class ImageMaskFolders(PairedFolders):
             "list the numbers of all classes in dataset.numbers and other numbers in "
             "dataset.ignored, and check dataset.class_names"
         )
-        labels = LabelMap({**classes, **dict.fromkeys(ignored, IGNORED)}, hint)
+        labels = LabelMap({**classes, **dict.fromkeys(ignored, IGNORE_INDEX)}, hint)
         is_ambiguous = self.ignored is None and list(numbers) == [0, 1]
         return (TwoClassMasks if is_ambiguous else IndexMasks)(files, labels), names
 
@@ -461,7 +461,9 @@ class ImageMaskFolders(PairedFolders):
                 f"expected {count} different dataset.colours, one per class, none of which is in "
                 f"dataset.ignored_colours, got {len(classes)}"
             )
-        numbers = {number: number if number < count else IGNORED for number in range(len(colours))}
+        numbers = {
+            number: number if number < count else IGNORE_INDEX for number in range(len(colours))
+        }
         return ColourMasks(files, LabelMap(numbers, hint="-"), colours=colours)
 
     def _root(self) -> Path:

@@ -18,15 +18,15 @@ from ssl_bench.composition.fields import MaskValue, format_value
 from ssl_bench.data.files.file_sets import LabelMap, validate_boxes
 from ssl_bench.data.files.fingerprints import ReadOptions, map_in_threads
 from ssl_bench.data.samples import (
-    IGNORED,
+    IGNORE_INDEX,
     ImageSet,
     Layout,
     Sample,
     reject_published_name,
     unsupported_role_error,
 )
-from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
-from ssl_bench.system.output import say_once, show_progress
+from ssl_bench.errors import ConfigurationError, DataError, UnreadableImageError
+from ssl_bench.system.output import print_message_once, show_progress
 
 BoxFormat = Literal["xyxy", "xywh"]
 """Meaning of the four numbers of a box in pixels.
@@ -99,7 +99,7 @@ class Items:
 
         Raises:
             DataError: The image is missing, or it has another kind of annotation than expected.
-            UnreadableImage: The image cannot be read.
+            UnreadableImageError: The image cannot be read.
         """
         raise NotImplementedError
 
@@ -127,7 +127,7 @@ class Items:
         def read(index: int) -> ItemIdentity:
             try:
                 return self.read_identity(index)
-            except UnreadableImage:
+            except UnreadableImageError:
                 return ItemIdentity(_UNREADABLE, f"{_UNREADABLE} {self.describe_item(index)}", None)
 
         missing = [index for index in indices if index not in self._identities]
@@ -195,7 +195,7 @@ class IndexedImages:
 
         Raises:
             DataError: An annotation is invalid, or mask and image differ in size.
-            UnreadableImage: The image cannot be read.
+            UnreadableImageError: The image cannot be read.
         """
         number = self.indices[index]
         item, place = self.items.read(number, self.options.bits), self.items.describe_item(number)
@@ -207,7 +207,7 @@ class IndexedImages:
                     f"the mask of {place} has {item.mask.shape[1]} x {item.mask.shape[0]} pixels, "
                     f"expected {size[1]} x {size[0]} as in its image"
                 )
-            if self.is_255_unclear and {*np.unique(item.mask)} == {0, IGNORED}:
+            if self.is_255_unclear and {*np.unique(item.mask)} == {0, IGNORE_INDEX}:
                 raise DataError(
                     f"the mask of {place} stores 0 and 255, so the meaning of 255 is unclear. "
                     "State whether 255 is the second class or marks ignored pixels",
@@ -427,7 +427,7 @@ class IndexedDataset(Layout):
         )
         # Read the first image. If annotations are interpreted wrongly, this usually raises an
         # error.
-        with suppress(UnreadableImage):
+        with suppress(UnreadableImageError):
             _ = images[0]
         return images
 
@@ -442,13 +442,13 @@ class IndexedDataset(Layout):
             )
         classes: dict[int, int] = {number: index for index, number in enumerate(numbers)}
         hint = "set dataset.class_names, dataset.numbers or dataset.ignored"
-        return LabelMap({**classes, **dict.fromkeys(ignored, IGNORED)}, hint)
+        return LabelMap({**classes, **dict.fromkeys(ignored, IGNORE_INDEX)}, hint)
 
     @property
     def _ignored(self) -> tuple[int, ...]:
         if self.ignored is not None:
             return tuple(self.ignored)
-        return () if IGNORED in (self.numbers or ()) else (IGNORED,)
+        return () if IGNORE_INDEX in (self.numbers or ()) else (IGNORE_INDEX,)
 
     @cached_property
     def _class_names(self) -> tuple[str, ...]:
@@ -475,7 +475,9 @@ class IndexedDataset(Layout):
             count = 1 + max(map(self._largest_class, sets))
         else:
             count = len(self.numbers)
-        say_once(f"{title}: {count} classes. Set their names with dataset.class_names=[a,b]")
+        print_message_once(
+            f"{title}: {count} classes. Set their names with dataset.class_names=[a,b]"
+        )
         return tuple(map(str, range(count)))
 
     def _largest_class(self, items: Items) -> int:
@@ -484,7 +486,7 @@ class IndexedDataset(Layout):
             return max((identity.label or 0 for identity in items.identities(indices)), default=0)
 
         def largest(index: int) -> int:
-            with suppress(UnreadableImage):
+            with suppress(UnreadableImageError):
                 mask = items.read_mask(index)
                 counted = mask[~np.isin(mask, self._ignored)]
                 return int(counted.max()) if counted.size else -1

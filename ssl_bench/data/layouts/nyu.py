@@ -17,7 +17,7 @@ from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap
 from ssl_bench.data.layouts.depth_folders import DepthImageSet, DepthMaps
 from ssl_bench.data.layouts.image_mask_folders import IndexMasks, split_folder
-from ssl_bench.data.samples import IGNORED, Layout, find_root, resolve_dataset_name
+from ssl_bench.data.samples import IGNORE_INDEX, Layout, find_root, resolve_dataset_name
 from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import DataError
 
@@ -169,10 +169,10 @@ class Nyu(Layout):
         shared = self._shared_fields(split)
         folder = shared["images"].folder
         if self.annotation == "classes":
-            first, ignored = (1, 0) if self.reduce_zero else (0, IGNORED)
+            first, ignored = (1, 0) if self.reduce_zero else (0, IGNORE_INDEX)
             classes = {first + number: number for number in range(len(CLASS_NAMES))}
             hint = f"use dataset.reduce_zero={str(not self.reduce_zero).lower()} for other numbers"
-            labels = LabelMap({**classes, ignored: IGNORED}, hint)
+            labels = LabelMap({**classes, ignored: IGNORE_INDEX}, hint)
             masks = IndexMasks(SceneFiles(folder, ".png", prefix="label40_"), labels)
             return FileImageSet(**shared, class_names=CLASS_NAMES, masks=masks).validate()
         kind = EigenCrop if self.eigen_crop else DepthMaps

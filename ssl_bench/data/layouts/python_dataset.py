@@ -31,8 +31,8 @@ from ssl_bench.data.layouts.indexed import (
     digest_of_parts,
     to_corners,
 )
-from ssl_bench.errors import ConfigurationError, DataError, SslBenchError, UnreadableImage
-from ssl_bench.system.output import say_once
+from ssl_bench.errors import ConfigurationError, DataError, SslBenchError, UnreadableImageError
+from ssl_bench.system.output import print_message_once
 from ssl_bench.system.process import reraise_out_of_memory
 
 _PIL_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
@@ -90,7 +90,7 @@ class PythonItems(Items):
             "mask": "images with masks of class numbers",
             "boxes": "images with boxes" + (f" ({first.format})" if first.format else ""),
         }
-        say_once(f"{self.title}: {self._length} {described[kind]}")
+        print_message_once(f"{self.title}: {self._length} {described[kind]}")
 
     def __len__(self) -> int:
         return self._length
@@ -103,7 +103,7 @@ class PythonItems(Items):
         Raises:
             DataError: The content has changed since the image was first read, or the annotation has
                 an unsupported form.
-            UnreadableImage: The dataset raises an exception for this image.
+            UnreadableImageError: The dataset raises an exception for this image.
         """
         del bits
         item, identity = self._read_item(index)
@@ -152,7 +152,7 @@ class PythonItems(Items):
         # The dataset of a user can raise any exception.
         except Exception as error:
             reraise_out_of_memory(error)
-            raise UnreadableImage(
+            raise UnreadableImageError(
                 f"{self.describe_item(index)} cannot be read ({type(error).__name__}: {error})"
             ) from error
 

@@ -30,7 +30,7 @@ from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.samples import ImageSet, Layout, RetrievalTarget
 from ssl_bench.errors import MachineError
 from ssl_bench.system.files import cache_folder, file_sha256, list_files, mark_as_output
-from ssl_bench.system.output import say
+from ssl_bench.system.output import print_message
 from ssl_bench.system.process import reraise_out_of_memory
 
 _NumScenes = Annotated[int, Bounds(1, 100_000)]
@@ -360,7 +360,7 @@ class GeneratedDataset(Layout):
         if path.is_dir():
             if _is_intact(path):
                 return path
-            say(f"files in {path} have changed, so they are generated again")
+            print_message(f"files in {path} have changed, so they are generated again")
             shutil.rmtree(path, ignore_errors=True)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

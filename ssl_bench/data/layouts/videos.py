@@ -14,7 +14,7 @@ from ssl_bench.data.files.file_sets import Files, FileSet, LabelMap
 from ssl_bench.data.files.fingerprints import FilePart
 from ssl_bench.data.files.images import read_image, read_integer_image
 from ssl_bench.data.samples import (
-    IGNORED,
+    IGNORE_INDEX,
     Frames,
     Layout,
     Sample,
@@ -62,7 +62,7 @@ class VideoSet(FileSet):
         video = self.ids[index]
         first = self._read(f"{video}/{self.frame_names[video][0]}")
         path = self.masks.path(first.image_id)
-        if first.mask is None or not np.isin(first.mask, (0, IGNORED), invert=True).any():
+        if first.mask is None or not np.isin(first.mask, (0, IGNORE_INDEX), invert=True).any():
             raise DataError(
                 f"the mask {path} shows no object, expected an object number such as 1 in some "
                 "pixels",
@@ -176,7 +176,7 @@ class Davis(Layout):
         masks = Files(root / "Annotations/480p", ".png")
         source = root / f"ImageSets/{self.year}/{split.name}.txt"
         listed = read_list(source)
-        objects = {255: 1} if self.year == 2016 else {n: n for n in (*range(1, 255), IGNORED)}
+        objects = {255: 1} if self.year == 2016 else {n: n for n in (*range(1, 255), IGNORE_INDEX)}
         ids = split.cut(listed)
         videos = VideoSet(
             name=_limited_name(resolve_dataset_name(self.name, {"val": listed}), self.max_frames),
@@ -266,7 +266,8 @@ class FrameFolders(Layout):
                 f"{root} has no frames, expected VIDEO/*{self.image_suffix}",
                 hint=("dataset.image_suffix=.png", "dataset.mask_suffix=_mask.png"),
             )
-        objects = {255: 1} if self.white_is_object else {n: n for n in (*range(1, 255), IGNORED)}
+        numbers = {n: n for n in (*range(1, 255), IGNORE_INDEX)}
+        objects = {255: 1} if self.white_is_object else numbers
         return VideoSet(
             name=_limited_name(self.name, self.max_frames),
             split="all",

@@ -18,7 +18,7 @@ from ssl_bench.data.files.file_sets import (
     Masks,
     validate_boxes,
 )
-from ssl_bench.data.samples import IGNORED, Layout, find_root, resolve_dataset_name
+from ssl_bench.data.samples import IGNORE_INDEX, Layout, find_root, resolve_dataset_name
 from ssl_bench.data.splits import Split, find_image_ids, read_list, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
@@ -156,7 +156,7 @@ class VocFolder:
         folder = "SegmentationClassAug" if share.name == "trainaug" else "SegmentationClass"
         numbers = range(len(self.class_names))
         labels = LabelMap(
-            {**{number: number for number in numbers}, 255: IGNORED},
+            {**{number: number for number in numbers}, 255: IGNORE_INDEX},
             hint="use the published masks, which store class numbers, and 255 at object borders",
         )
         masks = Masks(Files(self.path / folder, ".png"), labels, has_voc_palette=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ssl_bench.composition.choices import entry_points
 from ssl_bench.errors import CheckpointError, join_alternatives
-from ssl_bench.system.files import PACKAGE, expand_path, resolve_links
+from ssl_bench.system.files import PACKAGE_FOLDER, expand_path, resolve_links
 
 LAST_CHECKPOINT = "last.safetensors"
 RANDOM, COLOURS = "random", "colours"
@@ -197,8 +197,8 @@ def _find_matches(pattern: str) -> list[str]:
 
 def demo_folder() -> Path:
     """Return the folder of the demo encoders, in an installed wheel or in a git checkout."""
-    inside = PACKAGE / DEMO
-    return inside if inside.is_dir() else PACKAGE.parent / "results" / DEMO
+    inside = PACKAGE_FOLDER / DEMO
+    return inside if inside.is_dir() else PACKAGE_FOLDER.parent / "results" / DEMO
 
 
 def demo_file(uri: str) -> Path:

@@ -14,7 +14,7 @@ import torch
 
 from ssl_bench.composition.choices import entry_points, load_entry_point
 from ssl_bench.errors import (
-    BrokenFile,
+    BrokenFileError,
     CheckpointError,
     SslBenchError,
     broken_file_error,
@@ -42,7 +42,7 @@ from ssl_bench.models.loading.checkpoint import (
     reject_sharded,
 )
 from ssl_bench.system.device import preserve_process_state
-from ssl_bench.system.output import format_duration, say
+from ssl_bench.system.output import format_duration, print_message
 
 _SEED = 0
 # timm's names of model sizes, by width and depth. timm has a ViT of each size for patches of 16
@@ -118,7 +118,7 @@ def list_addresses() -> list[Address]:
     added: list[Address] = []
     for scheme, point in entry_points("encoder").items():
         example = ""
-        with suppress(BrokenFile):
+        with suppress(BrokenFileError):
             example = getattr(load_entry_point(point), "example", "")
         added.append(Address(f"{scheme}:ADDRESS", example, f"loader {point.value}"))
     return [*ADDRESSES, *added]
@@ -358,7 +358,9 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
         return uris
     unknown = [uri for uri in uris if not is_baseline(uri) and not has_random_baseline(uri)]
     if unknown:
-        say(f"no random baseline for {', '.join(unknown)}, because the initialisation is unknown")
+        print_message(
+            f"no random baseline for {', '.join(unknown)}, because the initialisation is unknown"
+        )
     return add_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
 
 
@@ -391,13 +393,13 @@ def load_and_log(uri: str) -> Encoder:
     encoder = load_encoder(uri)
     loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
     mean, std = (" ".join(f"{value:g}" for value in rgb) for rgb in (encoder.mean, encoder.std))
-    say(
+    print_message(
         f"encoder {encoder.name}: {encoder.depth} blocks, sha256 {encoder.sha256[:12]}, "
         f"{loaded if encoder.total_keys else 'not read from a file'}, mean {mean}, std {std} "
         f"({encoder.normalization_source})"
     )
     if (info := encoder.weights_info).note:
-        say(info.note)
+        print_message(info.note)
     file = info.file
     # timm models have the same tensor names as DINO models.
     may_be_timm = info.layout == DINO_NAMES and file and "dino" not in file.name.lower()
@@ -407,7 +409,7 @@ def load_and_log(uri: str) -> Encoder:
         if size and encoder.patch_size == _PATCH_IN_TIMM and side in _SIDES_IN_TIMM:
             address = f"timm:vit_{size}_patch{_PATCH_IN_TIMM}_{side}@{escape_braces(str(file))}"
         line = "if it was trained with timm, its normalisation may differ"
-        say(with_hint(line, hint=("--checkpoint", address)))
+        print_message(with_hint(line, hint=("--checkpoint", address)))
     return encoder
 
 
@@ -430,7 +432,9 @@ def newest_checkpoint(folder: Path) -> str:
     with suppress(CheckpointError):
         if "step" in (metadata := read_metadata(newest)):
             steps = f"trained for {metadata['step']} steps, "
-    say(f"using the newest checkpoint below {folder}/: {newest}, {steps}written {ago} ago")
+    print_message(
+        f"using the newest checkpoint below {folder}/: {newest}, {steps}written {ago} ago"
+    )
     return str(newest)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, UnfitEncoder, broken_file_error
+from ssl_bench.errors import CheckpointError, UnsupportedEncoderError, broken_file_error
 from ssl_bench.models.encoder import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -224,8 +224,8 @@ class UserModule(nn.Module):
 
 class _MissingNorm(nn.Module):
     def forward(self, _tokens: Tensor) -> Tensor:
-        """Raise UnfitEncoder, because the final norm of the module is unknown."""
-        raise UnfitEncoder(
+        """Raise UnsupportedEncoderError, because the final norm of the module is unknown."""
+        raise UnsupportedEncoderError(
             "this module has no final norm with a known name. Pass the name of the norm: "
             "ssl_bench.Encoder.from_module(module, norm='NAME')"
         )
@@ -339,7 +339,7 @@ def _trace_blocks(own: UserModule, size: tuple[int, int]) -> list[Tensor]:
     """Return the outputs of all blocks for two all-zero images of a size (height, width).
 
     Raises:
-        UnfitEncoder: A block is never called.
+        UnsupportedEncoderError: A block is never called.
     """
     outputs: dict[int, Tensor] = {}
 
@@ -357,7 +357,9 @@ def _trace_blocks(own: UserModule, size: tuple[int, int]) -> list[Tensor]:
             handle.remove()
     layers = range(len(own.blocks))
     if len(outputs) < len(layers):
-        raise UnfitEncoder(f"blocks {sorted(set(layers) - outputs.keys())} are never called")
+        raise UnsupportedEncoderError(
+            f"blocks {sorted(set(layers) - outputs.keys())} are never called"
+        )
     return [outputs[layer] for layer in layers]
 
 
@@ -377,14 +379,14 @@ def _find_accepted_size(
 
     Raises:
         CheckpointError: The module accepts none of the sizes.
-        UnfitEncoder: The module accepts a size, but a block is never called.
+        UnsupportedEncoderError: The module accepts a size, but a block is never called.
     """
     reason = ""
     for size in dict.fromkeys(sizes):
         try:
             return size, _trace_blocks(own, size)
-        except UnfitEncoder as error:
-            raise UnfitEncoder(f"{label} cannot be probed: {error}") from error
+        except UnsupportedEncoderError as error:
+            raise UnsupportedEncoderError(f"{label} cannot be probed: {error}") from error
         except Exception as error:  # A user's module can raise any exception.
             reason = reason or " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if short := [p.dtype for p in own.parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
