@@ -193,12 +193,8 @@ def _download(options: argparse.Namespace) -> int:
         names = [file.name for file in pending]
         result = {"dataset": info.name, "root": str(root), "fetched": names}
         print(dump_json(result, indent=None))
-    print_message(
-        f"{info.name} is complete in {root}. You may delete the archives in this folder."
-    )
-    print_message(
-        f"run `ssl-bench data check {info.name} --data-root {root}` to check the dataset"
-    )
+    print_message(f"{info.name} is complete in {root}. You may delete the archives in this folder.")
+    print_message(f"run `ssl-bench data check {info.name} --data-root {root}` to check the dataset")
     return 0
 
 

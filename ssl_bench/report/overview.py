@@ -287,7 +287,8 @@ def find_lower_blocks(
     if side is not None and best.layer in side.curve.layer_estimates:
         highest = get_block_score(side.curve, best.layer)
         rows = [
-            subtract("", highest, get_block_score(side.curve, n)) for n in side.curve.layer_estimates
+            subtract("", highest, get_block_score(side.curve, n))
+            for n in side.curve.layer_estimates
         ]
         return {row.layers[1][0] for row in rows if row.is_significant and row.value > 0}
     low = best.low
