@@ -43,13 +43,13 @@ def top_k_score(
         num_classes: Number of classes.
         details: Further details to store with the score.
     """
-    share, value, ci95 = Proportion(hits.numpy()), math.nan, None
+    proportion, value, ci95 = Proportion(hits.numpy()), math.nan, None
     own_details: dict[str, Any] = {"undefined": f"fewer than {top} classes"}
     if num_classes >= top:
-        value, ci95 = share.value, share.ci95()
+        value, ci95 = proportion.value, proportion.ci95()
         own_details = Baseline.most_frequent(labels.bincount().tolist(), top).as_details()
     details = {**details, **own_details}
-    return Score(layer, facet, metric, value, ci95, len(labels), details, per_image=share.hits)
+    return Score(layer, facet, metric, value, ci95, len(labels), details, per_image=proportion.hits)
 
 
 def shot_metric_name(metric: str, shots: int) -> str:
