@@ -127,13 +127,18 @@ def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
     An entry point is an object, such as a class, that a package declares in its metadata. In the
     metadata, the group "probe" is called "ssl_bench.probe".
     """
-    points = _entry_points(tuple(sys.path)).select(group=f"ssl_bench.{group}")
+    points = _entry_points(tuple(sys.path), f"ssl_bench.{group}")
     return {point.name: point for point in points}
 
 
 @cache
-def _entry_points(path: tuple[str, ...]) -> Any:
+def _entry_points(path: tuple[str, ...], group: str) -> tuple[metadata.EntryPoint, ...]:
     # Reading the metadata of all installed packages is slow. `path` is only a key of the cache.
+    return tuple(_all_entry_points(path).select(group=group))
+
+
+@cache
+def _all_entry_points(path: tuple[str, ...]) -> Any:
     del path
     return metadata.entry_points()
 

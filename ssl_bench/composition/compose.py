@@ -10,11 +10,11 @@ group such as `ssl_bench.probe`.
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from importlib import import_module, metadata
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -59,6 +59,7 @@ _REMOVE_HYDRA = [
 # Old import paths of classes that have been moved, with their current import paths.
 _MOVED = {"pretrain.copying.objective.Copying": "pretrain.papers.copying.Copying"}
 _SETTING = re.compile(r"\$([a-z_]+)")
+_REFERENCE = re.compile(r"\$\{([a-z_.]+)\}")
 
 
 def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -88,12 +89,11 @@ def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
             files[group] = value
         else:
             settings.append((key, value))
-    config = deepcopy(_compose_files(config_folder(), root, tuple(files.items())))
+    cached = _compose_files(config_folder(), root, tuple(files.items()))
+    config = _map_leaves(cached, lambda leaf: leaf)
     for key, value in settings:
         _set_value(config, key, value)
-    # Replace references to keys, such as ${data.root}, by the values of these keys.
-    values: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
-    return values
+    return _map_leaves(config, lambda leaf: _resolve_reference(leaf, config))
 
 
 def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
@@ -293,6 +293,24 @@ def _compose_files(folder: Path, root: str, files: tuple[tuple[str, str], ...]) 
         owner, _, field = group.split("/")
         values[owner][field] = content
     return fill_defaults(values, "")
+
+
+def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dictionaries and lists in which `change` has replaced each leaf."""
+    if isinstance(value, dict):
+        return {name: _map_leaves(item, change) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_map_leaves(item, change) for item in value]
+    return change(value)
+
+
+def _resolve_reference(leaf: Any, config: Mapping[str, Any]) -> Any:
+    """Return the value of the key to which a leaf such as "${data.root}" refers.
+
+    Any other leaf is returned unchanged. OmegaConf would take 100 times as long.
+    """
+    reference = _REFERENCE.fullmatch(leaf) if isinstance(leaf, str) else None
+    return reduce(getitem, reference[1].split("."), config) if reference else leaf
 
 
 def _set_value(config: dict[str, Any], key: str, value: Any) -> None:

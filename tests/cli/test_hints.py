@@ -163,9 +163,10 @@ def complete(words: Sequence[str]) -> list[str]:
     return [fill_placeholders(word, examples.__getitem__) for word in completed]
 
 
+PARSER = build_parser()
 COMMANDS: dict[str, argparse.ArgumentParser] = next(
     dict(action.choices)
-    for action in build_parser()._actions
+    for action in PARSER._actions
     if isinstance(action, argparse._SubParsersAction)
 )
 REQUIRED = {
@@ -193,7 +194,7 @@ def is_accepted(words: Sequence[str]) -> bool:
     Its flags must exist, and its settings must be valid for some choice of probe, dataset or model.
     """
     try:
-        options, settings = build_parser().parse_known_args(list(words))
+        options, settings = PARSER.parse_known_args(list(words))
     except SystemExit as ended:
         return ended.code == 0
     except ConfigurationError:

@@ -282,7 +282,8 @@ def test_counting_flops_changes_neither_random_numbers_nor_the_learner(kind):
     assert all(torch.equal(v, before[name]) for name, v in learner.state_dict().items())
 
 
-def test_utilisation_is_relative_to_the_measured_rate():
+def test_utilisation_is_relative_to_the_measured_rate(monkeypatch):
+    monkeypatch.setattr("pretrain.step.count_training_flops", count_training_flops)
     options = TrainOptions(batch_size=4, accumulation=2)
     learner = SMALL_DINO.build(TINY, Timeline(10, 10), seed=0)
     trainer = Trainer(learner, AdamW(), options, Timeline(10, 10), TrainingRanks(device=CPU))

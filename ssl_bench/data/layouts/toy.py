@@ -12,6 +12,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -194,6 +195,7 @@ class Painter:
             yield pixels.round().clip(0, 255).astype(np.uint8), objects
 
 
+@cache
 def _load_photograph(photograph: Photograph, split: str) -> Float32[np.ndarray, "height width 3"]:
     package = find_spec(photograph.package)
     if package is None or not package.submodule_search_locations:
@@ -209,7 +211,9 @@ def _load_photograph(photograph: Photograph, split: str) -> Float32[np.ndarray, 
     height, width = round(image.height * photograph.scale), round(image.width * photograph.scale)
     pixels = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS), np.float32)
     start, stop = (round(width * share) for share in _SHARES[split])
-    return pixels[:, start:stop]
+    part = pixels[:, start:stop]
+    part.flags.writeable = False
+    return part
 
 
 def _draw_outlines(
