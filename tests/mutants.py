@@ -86,7 +86,8 @@ class FirstFailure:
 def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None:
     """Run tests of the checkout `tree` in the current process, which must be a fork.
 
-    Send the exit code of pytest and the name of the first failed test through `connection`.
+    The working folder, output and modules of the process change. The exit code of pytest and the
+    name of the first failed test are sent through `connection`.
     """
     os.setsid()
     os.chdir(tree)
@@ -128,7 +129,7 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
         process.join()
         shutil.rmtree(f"{tree}-tmp-{process.pid}", ignore_errors=True)
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
-        raise SystemExit(f"error: pytest ended with {code} for {' '.join(tests)}")
+        raise SystemExit(f"error: pytest ended with {code}; run it on {' '.join(tests)}")
     return test
 
 

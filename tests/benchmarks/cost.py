@@ -48,7 +48,9 @@ def measure(words: Sequence[str]) -> tuple[float, float]:
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"`ssl-bench {' '.join(words)}` ended with {process.returncode}")
+        raise SystemExit(
+            f"`ssl-bench {' '.join(words)}` ended with {process.returncode}; run it alone"
+        )
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
 
 
@@ -79,7 +81,7 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
             "seconds": round(total - start, 1),
             "peak_gib": round(peak, 2),
         }
-    raise SystemExit(f"no generated dataset fits {task}")
+    raise SystemExit(f"no generated dataset fits {task}; add one to configs/dataset")
 
 
 def measure_encoders() -> dict[str, float]:
@@ -155,7 +157,6 @@ on {measured["hardware"]} at commit `{measured["commit"][:8]}`.
 
 
 def _table(tasks: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return a Markdown table with one row for each task and the given columns."""
     lines = [f"| {' | '.join(columns)} |"]
     lines.append("|" + "|".join("---" if name == "task" else "---:" for name in columns) + "|")
     for task, one in sorted(tasks.items()):

@@ -55,11 +55,11 @@ def _evidence_figure(experiment: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str) -> Generator:
-    """Return a function that generates a file with a Python program in docs/.
+    """Return a function that runs a Python program in docs/ to generate a file.
 
     Args:
-        name: Name of the Python file.
-        function: Name of a function in this file. It takes no arguments and returns the content.
+        name: Name of the Python program.
+        function: Name of a function in this program. It takes no arguments and returns the content.
     """
     return lambda root: runpy.run_path(str(root / "docs" / name))[function]()
 

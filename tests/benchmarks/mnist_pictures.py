@@ -23,7 +23,7 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
     """
     content = gzip.decompress(path.read_bytes())
     if content[:3] != b"\0\0\x08":
-        raise ValueError(f"{path} is not an idx file of bytes")
+        raise ValueError(f"{path} is not an idx file of bytes; download it again")
     start = 4 + 4 * content[3]
     shape = np.frombuffer(content[4:start], dtype=">u4")
     return np.frombuffer(content[start:], dtype=np.uint8).reshape(tuple(shape))

@@ -6,7 +6,7 @@ r"""Compute equations 5, 8 and 9 and figure 5 of "Cutting the Skip" without appr
 f is the function that returns all tokens after the last block, and theta are the attention weights
 of one block. The Jacobians are derivatives of f by theta. The ViT has only 3 blocks, width
 16, 2 heads and 5 tokens, so that exact derivatives in float64 are affordable. The images are
-random. Figure 5 uses no ViT, but the softmax of 10 x 10 logits alpha Z + beta I.
+random. Figure 5 uses no ViT, but the softmax of 10 x 10 logits alpha Z + beta I with random Z.
 """
 
 import argparse
@@ -86,8 +86,8 @@ def simulated(alpha: float, beta: float, seed: int) -> float:
 def measure() -> dict[str, Any]:
     """Measure the condition numbers for equation 5 and figure 5 of "Cutting the Skip".
 
-    For equation 5, there are Jacobians for each seed, block and variant of the ViT, such as a ViT
-    without skip connections. For figure 5, random 10 x 10 attention matrices are simulated.
+    For equation 5, Jacobians are computed for each seed, block and variant of the ViT, such as a
+    ViT without skip connections. For figure 5, random 10 x 10 attention matrices are drawn.
     """
     rows = []
     for name, config in VARIANTS.items():

@@ -78,7 +78,7 @@ class Candidate:
         return time.perf_counter() - start
 
     def row(self, name: str, adamw: float) -> dict[str, str]:
-        """Return the optimizer's row of the table.
+        """Return the optimizer's durations as a table row. One is relative to the AdamW step.
 
         Args:
             name: Name of the optimizer.

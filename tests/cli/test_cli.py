@@ -161,8 +161,6 @@ def test_tokencut_finds_objects_once_in_a_folder_without_labels(workplace, capsy
 
 
 class _BrokenOutput(io.StringIO):
-    """A standard output whose flush or write raises an error."""
-
     def __init__(self, *, write: OSError | None = None, flush: OSError | None = None) -> None:
         super().__init__()
         self.raised = {"write": write, "flush": flush}

@@ -229,9 +229,10 @@ def is_composed(root: str, settings: tuple[str, ...]) -> bool:
 
 @cache
 def component_choices(root: str) -> list[tuple[str, ...]]:
-    """Return choices of components, such as ("model=vit",), that together have every config key.
+    """Return choices of components whose configurations together contain every config key.
 
-    Most keys exist only if a certain component is chosen. `root` is "probing" or "pretraining".
+    A choice is, for example, ("model=vit",). Most keys exist only for certain components. `root` is
+    "probing" or "pretraining".
     """
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")

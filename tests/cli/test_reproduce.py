@@ -325,8 +325,8 @@ def simulate_steps(plan: Plan, endings) -> dict[str, tuple[str, int]]:
 
     Args:
         plan: The commands with which `reproduce` fills a published table.
-        endings: Names of training runs that do not finish. The value is the error that a run
-            raises, or None if it ends early without an error.
+        endings: For each training run that does not finish, the error that it raises, or None if it
+            ends early without an error.
 
     Returns:
         The state and the exit code of each step, by its title.

@@ -75,10 +75,6 @@ def test_an_interrupted_pass_restores_modes_and_hooks():
 
 
 def test_no_forward_pass_is_in_training_mode(tmp_path):
-    """Test that features are extracted in evaluation mode, even if the module is in training mode.
-
-    This includes modules that enter training mode after the encoder is created, and copies.
-    """
     module = own_module.own()
     encoder, observed = ssl_bench.Encoder.from_module(module), set[bool]()
     module.train()

@@ -60,7 +60,6 @@ def test_batch_sizes_are_no_settings_and_metric_versions_agree(task):
 
 
 def swap(one: Path, other: Path) -> None:
-    """Exchange the names of two folders."""
     one.rename(one.with_name("aside"))
     other.rename(one)
     one.with_name("aside").rename(other)

@@ -152,7 +152,6 @@ def test_compared_experiments_differ_only_in_the_named_parts(parts):
 
 
 def test_a_fine_tuned_encoder_has_the_settings_of_its_pretraining():
-    """Test that only drop path and the training of position embeddings differ from pretraining."""
     for ending in ("", "_dct"):
         before = describe(experiment(f"mae_imagenet{ending}").encoder)
         now = describe(experiment(f"mae_imagenet_finetune{ending}").encoder)

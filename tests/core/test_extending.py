@@ -54,7 +54,6 @@ def save_images(folder: Path) -> None:
 
 
 def run_python(folder: Path, *command: str) -> str:
-    """Run Python with the given arguments in a folder. Return what it prints."""
     ran = subprocess.run(
         [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=300
     )

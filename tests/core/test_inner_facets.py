@@ -43,7 +43,6 @@ def extract(encoder: Encoder, *facets: str, layer: int = 1) -> Mapping[str, Tens
 
 
 def block_input(encoder: Encoder, layer: int) -> Tensor:
-    """Return the input tokens of a block of an encoder."""
     seen: list[Tensor] = []
     block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
     with block.register_forward_pre_hook(lambda _, given: seen.append(given[0])), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Test that protocols and parts of a probe can be chosen by name, as in `probe.loss=histogram`.
+"""Test that protocols and components of a probe can be chosen by name (`probe.loss=histogram`).
 
 A protocol is a preset of a probe's settings.
 """

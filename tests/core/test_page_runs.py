@@ -215,9 +215,9 @@ def with_sizes(words: Sequence[str]) -> list[str]:
 
 @cache
 def compose(choice: tuple[str, ...], given: tuple[str, ...]) -> dict[str, Any]:
-    """Return the configuration of a probe, with the settings `given` if they are valid.
+    """Return the configuration of the probe and dataset that `choice` selects.
 
-    If they are not, return the configuration without them. `choice` selects the probe and dataset.
+    The settings `given` are included only if they are valid.
     """
     try:
         return compose_config("probing", [*choice, *given])

@@ -1,7 +1,4 @@
-"""Test that the class numbers of ADE20K, which start at 1 in its files, are shifted to start at 0.
-
-They must be shifted exactly once.
-"""
+"""Test that the class numbers of ADE20K, 1 to 150 in its files, are read as 0 to 149."""
 
 from pathlib import Path
 

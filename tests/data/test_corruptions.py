@@ -107,8 +107,6 @@ def test_both_images_of_a_pair_have_their_own_corruption(tmp_path):
 
 @dataclass(frozen=True)
 class OneVideo:
-    """A minimal image set that contains a single video."""
-
     video: Sample
     name = "videos"
     split = "val"

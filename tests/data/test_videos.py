@@ -34,8 +34,8 @@ def write_mask(
 ) -> None:
     """Write a mask that consists of horizontal stripes.
 
-    `numbers` maps the first row of each stripe to the value of the stripe's pixels. `size` is the
-    width and height of the mask, and `mode` its Pillow mode.
+    `numbers` has the first row and the pixel value of each stripe. `size` is the width and height
+    of the mask, and `mode` its Pillow mode.
     """
     mask = np.zeros(size[::-1], np.uint8)
     for row, number in numbers.items():
@@ -58,8 +58,7 @@ def davis(root: Path, year: int, numbers: Mapping[int, int]) -> Path:
     Args:
         root: Folder of the dataset.
         year: Version of DAVIS, 2016 or 2017.
-        numbers: Masks consist of horizontal stripes. The first row of each stripe, and the value of
-            its pixels.
+        numbers: For each horizontal stripe of the masks, its first row and its pixel value.
     """
     for video, count in (("cow", 4), ("bear", 3)):
         for frame in range(count):

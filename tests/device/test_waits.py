@@ -32,14 +32,14 @@ THREE_BLOCKS = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads
 class Unit(NamedTuple):
     """A unit of work, such as a training step, in which waits for the device are counted.
 
-    Two commands are run that differ only in the number of units. The second command has more units,
-    and waits more often. The difference is divided by the number of additional units.
+    Two commands are run that differ only in the number of units. The additional waits of the longer
+    command are divided by its number of additional units.
 
     Attributes:
         arguments: Arguments that both commands share.
-        few: Additional argument of the command with few units, such as "train.max_steps=1".
-        many: Additional argument of the command with many units.
-        more: How many more units the second command has. If None, a unit is a step of L-BFGS. Such
+        few: Additional argument of the shorter command, such as "train.max_steps=1".
+        many: Additional argument of the longer command.
+        more: How many more units the longer command has. If None, a unit is a step of L-BFGS. Such
             steps are counted during the run, because their number depends on rounding.
         waits: Maximum number of waits per unit. No unit may make a blocking copy to the device, or
             copy unpinned memory to it.

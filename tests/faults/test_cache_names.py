@@ -146,9 +146,10 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that stops a probe after its first score, and names a file in its cache.
+    """Return a function that stops a probe after its first score and returns a file name.
 
-    The file contains trained heads or pixel counts. Its name starts with `prefix`.
+    The named file is in the probe's cache and contains trained heads or pixel counts. Its name
+    starts with `prefix`.
     """
 
     def name(folder: Path, facts: Facts) -> str:

@@ -373,7 +373,7 @@ def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
     """Return a function that creates VOC2012 and annotates its first image with one box.
 
     `corners` are xmin, ymin, xmax and ymax in pixels. The image is 40 pixels wide and 32 high.
-    `more` and `before` are XML elements that precede the box.
+    `more` and `before` are XML texts that precede the box, such as another object.
     """
 
     def prepare(folder: Path) -> None:

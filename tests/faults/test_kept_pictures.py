@@ -40,7 +40,6 @@ REPORT = ["report", "--out", "results"]
 
 
 def probe_arguments(task: str, dataset: str = "voc2012", layers: str = "0,1") -> list[str]:
-    """Return the command-line arguments that probe a dataset in the current folder."""
     if task == "conditioning":
         words = ["probe", "--task", task, "--dataset", "folder", "--data-root", "photos"]
         words += ["--checkpoint", "encoder.safetensors", "probe.image_size=32"]

@@ -1,7 +1,7 @@
 """Test that every class of encoders, attention layers and graying behaves as the suite expects.
 
 Classes that other packages register are tested, too. A new class is tested without any change to
-this file. To keep the tests fast, small values in `REDUCED` replace values of its configuration.
+this file. To keep the tests fast, the small values in `REDUCED` replace configured values.
 """
 
 import json

@@ -111,9 +111,8 @@ def first_kind(name: str) -> str:
 def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
     """Return the views (such as random crops) of `count` samples.
 
-    All samples are cropped at once if `cuts` is empty. Otherwise, samples are cropped in several
-    parts, which are then joined. `cuts` has the index of the first sample of each part after the
-    first.
+    By default, all samples are cropped at once. If `cuts` contains indices, the samples are split
+    before them, cropped in groups and joined.
     """
     crops, objective = plan.objective.crops, plan.objective
     generators = [np.random.default_rng(number) for number in range(count)]
@@ -210,9 +209,10 @@ def test_no_two_weights_share_their_random_numbers(name, kind):
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute rank correlation of two flattened tensors at any offset.
+    """Return the largest absolute rank correlation of two flattened tensors, over all offsets.
 
-    The first values of the shorter tensor, 600 at most, slide along the longer tensor.
+    At each offset, the first 600 or fewer values of the shorter tensor are compared with as many
+    consecutive values of the longer tensor.
     """
     short, long = sorted((one.flatten(), other.flatten()), key=len)
     ranks = [values.argsort().argsort().float() for values in (short[:600], long)]

@@ -163,7 +163,7 @@ def test_the_seed_selects_the_training_images(task, tmp_path, monkeypatch):
 def all_blocks(task: str, place: Path) -> Path:
     """Evaluate a task on all blocks, and return the folder of the results.
 
-    Repeated calls with the same `place` return the same folder without a new evaluation.
+    `place` is the current folder. A task is evaluated only once in each folder.
     """
     with pytest.MonkeyPatch.context() as patched:
         kind, read = type(reduced_plan(task)[0]), read_settings(task, place)
@@ -181,7 +181,7 @@ def all_blocks(task: str, place: Path) -> Path:
 
 @cache
 def read_settings(task: str, place: Path) -> set[str]:
-    """Return the attributes of the probe that its evaluation by `all_blocks` reads by name."""
+    """Return a set to which `all_blocks` adds each attribute of the probe that is read."""
     del task, place
     return set()
 

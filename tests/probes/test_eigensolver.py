@@ -195,8 +195,8 @@ def compare_with_dense_solutions(images, *, at_least: int) -> None:
     """Compare our eigenvectors for the patches of images with those of a dense eigensolver.
 
     Keys and tokens of all blocks are used, from encoders with and without skip connections. An
-    eigenvector is well defined only if its eigenvalue is clearly smaller than the next. It is
-    compared only in this case, which must occur for at least `at_least` graphs of patches.
+    eigenvector is compared only if it is well defined, so its eigenvalue must be clearly smaller
+    than the next. At least `at_least` graphs of patches must have such an eigenvector.
     """
     numbers = Counter()
     for skip, image in itertools.product((True, False), images):

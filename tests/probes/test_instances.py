@@ -196,8 +196,12 @@ def plain_scores(
 ) -> list[float]:
     """Compute the average precision of each query (%) in float64, without the code of the probe.
 
-    Images are resized to squares with a side length of `side` pixels. With `top`, only this number
-    of nearest images is scored.
+    Args:
+        images: Queries and the images that are ranked.
+        encoder: Encoder of the images.
+        side: Images are resized to squares with this side length in pixels.
+        hard_only: Whether easy matches are left out of the ranking.
+        top: Number of nearest images that are scored, or None to score all images.
     """
     found = []
     for sample in images:

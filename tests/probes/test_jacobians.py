@@ -36,7 +36,7 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a block on the tokens `x`, or on random tokens. Return its input, output and parts.
+    """Run a block on the tokens `x`, or on random tokens. Return its input, output and submodules.
 
     Query and key weights are multiplied by `sharpness`. This sharpens the attention, so that the
     derivative of the attention weights is large.
@@ -73,10 +73,8 @@ def test_jacobians_agree_with_finite_differences(config):
 def kronecker_terms(one):
     """Compute the two terms of the Jacobian of a block's attention, B and E, with loops.
 
-    `one` contains the input, output and parts of the block.
-
     B treats the attention weights as constant, and E contains their derivative. As in the paper,
-    matrices are flattened column by column.
+    matrices are flattened column by column. `one` contains a block and its input.
 
     Source: equation 10 of "Cutting the Skip".
     """
@@ -109,10 +107,9 @@ def kronecker_terms(one):
 
 
 def reorder_by_columns(matrix, tokens, dim):
-    """Reorder the rows and columns of a Jacobian.
+    """Reorder a Jacobian whose input and output tokens are flattened row by row.
 
-    At first, input and output tokens, of shape [tokens, dim], are flattened row by row. In the
-    returned Jacobian, they are flattened column by column.
+    In the returned Jacobian, tokens of shape [tokens, dim] are flattened column by column.
     """
     order = torch.arange(tokens * dim).reshape(tokens, dim).T.flatten()
     return matrix[order][:, order]

@@ -1,7 +1,6 @@
 """Test that a probe refuses impossible settings when it is built, and that the error names the key.
 
-tests/core/test_fields.py checks that every number has a range of legal values. This file tests the
-ranges, and the checks that individual probes add.
+Some settings are outside their ranges, and others fail the checks of individual probes.
 """
 
 from functools import partial

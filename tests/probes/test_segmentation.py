@@ -87,7 +87,7 @@ def test_concatenated_blocks_end_with_the_last_requested_block():
 
 
 def relabel_held_out(holdout: float) -> ColourDataset:
-    """Return a dataset whose held-out training images have the label 3, and no other image.
+    """Return a dataset in which only the held-out training images have the label 3.
 
     `holdout` is the fraction of the training images that are held out.
     """

@@ -51,8 +51,7 @@ def picture(image_id: str):
 class Pictures:
     """A dataset of noise images of different sizes with boxes.
 
-    The image with the id `damaged` cannot be read. The ids of images that are read are added to
-    `read`.
+    The image with the id `damaged` cannot be read. Reading an image adds its id to `read`.
     """
 
     boxes: Mapping[str, list[list[float]] | None]

@@ -457,8 +457,7 @@ def strips(root, checkpoints, galleries, headline=(), hits=None):
         checkpoints: The report's checkpoints.
         galleries: All groups of figures, by the encoder id of the checkpoint.
         headline: Groups of comparable scores on the overview page.
-        hits: Score of each image. Among otherwise equal images, the page shows those with the
-            highest.
+        hits: How many encoders find the object in an image, by the file name of its figure.
     """
     for one in chain(*galleries.values()):
         paths = (path.removeprefix("pictures/").removesuffix(".png") for path in one.paths())

@@ -142,7 +142,7 @@ class Draw:
     def valid_line(self) -> list[str]:
         """Return a random valid command.
 
-        It must end with exit code 0 or be stopped when it computes.
+        It must end with exit code 0, or be stopped because it begins to compute.
         """
         pick, number = self.rng.choice, str(self.rng.randrange(10**9))
         task, *data = pick(FITTING)
@@ -181,7 +181,7 @@ class Draw:
         return [*flag, *(self.word(self.rng.choice(correct)) for _ in range(many))]
 
     def overrides(self, name: str) -> list[str]:
-        """Return config overrides that make a run small, and up to three random overrides."""
+        """Return config overrides that make command `name` fast, and up to three random ones."""
         chosen, small = [f"probe={self.rng.choice(choices('probe'))}"], list[str]()
         root = "probing"
         if name == "pretrain":

@@ -253,8 +253,8 @@ class Fault:
         prepare: Function that creates the broken file in a folder.
         command: The command as the user types it.
         code: The expected exit code.
-        words: Texts that the error must contain, such as the name of the file or key. They also say
-            what is wrong with it if a file can be broken in several ways.
+        words: Texts that the error must contain: the name of the file or key and, if a file can be
+            broken in several ways, what is wrong with it.
         hint: The command or setting that the error must recommend.
         remedy: Arguments that make the command succeed when they are appended to it.
     """
@@ -296,7 +296,6 @@ def do_nothing(_: Path) -> None:
 
 
 def file_contents(folder: Path) -> dict[Path, bytes]:
-    """Return the content of every regular file below a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

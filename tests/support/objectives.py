@@ -47,4 +47,4 @@ def small_run(objective: str) -> tuple[Pretraining, tuple[str, ...]]:
         except ConfigurationError:
             continue
         return plan, tuple(options)
-    raise AssertionError(f"no model is trained by {objective}")
+    raise AssertionError(f"{objective} can train no model; add one to configs/model")

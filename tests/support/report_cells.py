@@ -31,8 +31,8 @@ def build_record(**changes) -> Record:
 def add_interval(changes: dict) -> dict:
     """Add a 95 % interval to changes of a record (stored score) that contain a new value.
 
-    `changes` maps field names to new values. It is returned unchanged if it contains no value, or
-    already an interval. The new interval is as wide as that of `RECORD`. For a percentage, it is
+    `changes` maps field names to new values. It is returned unchanged if it has no value or already
+    has an interval. The new interval is as wide as that of `RECORD`. For a percentage, it is
     limited to 0 to 100.
     """
     value = changes.get("value")

@@ -89,7 +89,7 @@ def assert_resumes_exactly(
     Args:
         plan: Plan of a run with more than `steps` steps.
         folder: Folder in which both runs are created, as "whole" and "stopped".
-        parts: The signal is sent at the micro-batch with this number, counted from 1.
+        parts: Number of the micro-batch, counted from 1, at which the signal is sent.
         steps: Number of steps that the stopped run must complete.
         sent: Signal that is sent.
         error: Exception that the stopped run must raise.

@@ -209,7 +209,6 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
 
 
 def run_arguments(photos: Path, out: Path) -> list[str]:
-    """Return the command-line arguments of a small pretraining run."""
     return ["pretrain", "--out", str(out), f"data.root={photos}", *OPTIONS]
 
 

@@ -1,6 +1,6 @@
-"""The experiments, each of which compares variants of a training run, and the names of the runs.
+"""Experiments that compare variants of a training run, and the names of their runs.
 
-The stored results of a run name a commit. The repository at this commit contains its options.
+The options of a run are in the repository at the commit that is stored with its results.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -35,7 +35,7 @@ class Measurement:
 
     Attributes:
         text: What was measured, such as "skip - skipless".
-        value: Usually a percentage of correct images or letters. `text` names any other quantity.
+        value: A percentage of correct images or letters, unless `text` names another quantity.
         over_seeds: 95 % Student t interval over seeds, paired by seed, or None.
         over_images: Paired bootstrap interval over images for the mean over seeds, or None if the
             results of single images were not stored.
@@ -141,15 +141,14 @@ class PositiveDifferences:
 
 @dataclass(frozen=True)
 class LowestScore:
-    """A rule for claims that one training variant is clearly the worst of its group.
+    """A rule for claims that one training variant, `last`, is clearly the worst of its group.
 
-    The claim is supported if, in every group, the mean score of the variant `last` is the lowest
-    and lies below the confidence interval over seeds of the variant `near`. Otherwise it is
+    The claim is supported if `last` has the lowest mean score in every group. This score must also
+    be below the confidence interval over seeds of another variant, `near`. Otherwise, the claim is
     refuted, or undecided if `near` has no interval.
 
     Attributes:
-        groups: Names of training variants in each group: (others, near, last). `near` is one of
-            `others`.
+        groups: The variants of each group: (all except `last`, `near`, `last`).
     """
 
     groups: Sequence[tuple[Sequence[str], str, str]]
@@ -252,8 +251,8 @@ class DistinctPatches:
 
     Attributes:
         plain: Name of the training variant whose last loss must not be exceeded.
-        merged: Limit in percent. In every block, fewer patches than this must be nearly equal to
-            the mean patch of their image.
+        merged: Limit for the percentage of patches, in every block, that are nearly equal to the
+            mean patch of their image.
     """
 
     plain: str
@@ -409,7 +408,7 @@ def best_of_rates(experiment: str, variant: str, runs: Runs) -> float:
 
 
 def first_run(experiment: str, variant: str, runs: Runs) -> Run:
-    """Return the run that tries a learning rate, for a variant with only one such run.
+    """Return the run of a variant that tries a learning rate. There must be only one.
 
     Args:
         experiment: Name of the experiment.

@@ -152,7 +152,6 @@ class Ledger:
         target.copy_(_corrupt(source))
 
     def complete_copies(self) -> None:
-        """Complete all pending copies to pinned memory."""
         for target, source in self.pending_copies:
             target.copy_(source)
         self.pending_copies.clear()
@@ -172,7 +171,7 @@ class Ledger:
 
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
-        """Yield a ledger that has the counts of the `with` block after the block has ended."""
+        """Yield a ledger. When the `with` block ends, it gets the counts of this block."""
         names, counts = ("launches", "waits", "uploads", "pinned_uploads"), Ledger()
         before = {name: getattr(self, name).copy() for name in names}
         yield counts
@@ -280,8 +279,8 @@ def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
             LEDGER.count_wait("copy to the host")
         elif target is not Place.PINNED:
             raise SimulatedDeviceError(
-                f"non_blocking copy to memory that is not pinned, read before it is there, at "
-                f"{call_site()}"
+                f"non_blocking copy to memory that is not pinned, at {call_site()}; it may be read "
+                "before it is written, so pin it or wait"
             )
     elif source is not Place.DEVICE and target is Place.DEVICE:
         pinned = source is Place.PINNED
@@ -544,7 +543,7 @@ class TorchFunctions(TorchFunctionMode):
 
 
 def _call(func: Callable, args: Arguments, options: Options) -> Any:
-    """Call a torch function that is not in `_SPECIAL`, and respect its `device` argument."""
+    """Call a torch function that needs no special treatment, and respect its `device` argument."""
     device = options.get("device")
     if device is None:
         has_sources = bool(tensors_in((*args, options)))
