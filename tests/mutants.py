@@ -129,7 +129,7 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
         process.join()
         shutil.rmtree(f"{tree}-tmp-{process.pid}", ignore_errors=True)
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
-        raise SystemExit(f"error: pytest ended with {code}; run it on {' '.join(tests)}")
+        raise SystemExit(f"error: pytest ended with {code}; run pytest on {' '.join(tests)}")
     return test
 
 

@@ -49,7 +49,7 @@ def measure(words: Sequence[str]) -> tuple[float, float]:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(
-            f"`ssl-bench {' '.join(words)}` ended with {process.returncode}; run it alone"
+            f"`ssl-bench {' '.join(words)}` ended with {process.returncode}; run it to see why"
         )
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
 

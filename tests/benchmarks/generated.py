@@ -55,11 +55,9 @@ def _evidence_figure(experiment: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str) -> Generator:
-    """Return a function that runs a Python program in docs/ to generate a file.
+    """Return a function that generates a file.
 
-    Args:
-        name: Name of the Python program.
-        function: Name of a function in this program. It takes no arguments and returns the content.
+    It calls `function`, without arguments, from the Python program docs/NAME.
     """
     return lambda root: runpy.run_path(str(root / "docs" / name))[function]()
 

@@ -42,10 +42,7 @@ RUNS = (
 def run(data: Path, out: Path, uri: str) -> None:
     """Run all probes with one encoder in float32, float16 and bfloat16.
 
-    Args:
-        data: Folder that contains the datasets of `RUNS`.
-        out: Results folder.
-        uri: Address of the encoder.
+    The folder `data` contains the datasets of `RUNS`. Results are saved in `out`.
     """
     for tasks, dataset, folder, flags in RUNS:
         for precision in PRECISIONS:

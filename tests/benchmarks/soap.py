@@ -78,11 +78,9 @@ class Candidate:
         return time.perf_counter() - start
 
     def row(self, name: str, adamw: float) -> dict[str, str]:
-        """Return the optimizer's durations as a table row. One is relative to the AdamW step.
+        """Return the optimizer's durations as a table row.
 
-        Args:
-            name: Name of the optimizer.
-            adamw: Mean duration of an AdamW step in milliseconds.
+        One of them is relative to `adamw`, the mean duration of an AdamW step in milliseconds.
         """
         times = self.milliseconds
         return {

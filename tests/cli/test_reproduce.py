@@ -281,13 +281,8 @@ def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
     """Create the folder of a made-up training run, and return it.
 
-    It contains only the files that state the run's progress.
-
-    Args:
-        folder: The folder.
-        step: Number of training steps taken.
-        epoch: Number of epochs trained.
-        train: Training options of the run as YAML.
+    It contains only the files that state the run's progress: the steps and epochs that are
+    finished. `train` has the training options of the run as YAML.
     """
     folder.mkdir(parents=True)
     header = json.dumps({"__metadata__": {"step": str(step), "epoch": f"{epoch:.2f}"}}).encode()

@@ -127,14 +127,8 @@ def save_records(
     """Save a made-up score for each result of a probe, in the format of the suite's records.
 
     Some metrics have a value per image. For these, the values of ten images are saved as well.
-
-    Args:
-        out: Results folder.
-        address: Address of the encoder.
-        task: Task of the probe.
-        dataset: Name of the dataset.
-        cells: Block, facet (kind of feature) and metric of each result.
-        more: Other fields of the records, such as `protocol`.
+    `cells` has the block, facet (kind of feature) and metric of each result. `more` contains other
+    fields of the records, such as `protocol`.
     """
     store = ResultStore(out)
     identity = identify(str(address)).identity()

@@ -375,12 +375,9 @@ esac; done
 
 
 def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
-    """Create scripts that replace programs such as `sbatch`.
+    """Create scripts that replace programs such as `sbatch`, in a folder at the start of PATH.
 
-    Args:
-        folder: Folder of the scripts. It is put at the start of PATH.
-        monkeypatch: The fixture of pytest.
-        commands: Text of each script, by the name of the program.
+    `commands` has the text of each script, by the name of the program.
     """
     folder.mkdir(exist_ok=True)
     for name, text in commands.items():

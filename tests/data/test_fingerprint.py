@@ -209,7 +209,7 @@ def test_a_run_does_not_resume_with_changed_images(workdir, capsys):
     assert main(by_stat) == main([*by_stat, "--resume"]) == 0
     message = expect_error(capsys, [*run, "--resume"], 2)
     assert "data.fingerprint: stat -> content" in message
-    # This difference is a consequence of the other one.
+    # This difference follows from that of `data.fingerprint`, so it is not printed.
     assert "image_files: " not in message
     settle()
     assert main([*run, "--overwrite"]) == 0

@@ -55,10 +55,8 @@ def list_videos(root: Path, year: int) -> None:
 def davis(root: Path, year: int, numbers: Mapping[int, int]) -> Path:
     """Write two videos, of four and of three frames, in the layout of DAVIS. Return `root`.
 
-    Args:
-        root: Folder of the dataset.
-        year: Version of DAVIS, 2016 or 2017.
-        numbers: For each horizontal stripe of the masks, its first row and its pixel value.
+    `year` is the version of DAVIS, 2016 or 2017. The masks consist of horizontal stripes. `numbers`
+    has the first row and the pixel value of each stripe.
     """
     for video, count in (("cow", 4), ("bear", 3)):
         for frame in range(count):

@@ -336,11 +336,8 @@ IMAGES = [
 def wrong_folder(dataset: str, task: str, tree: str, *, exists: bool) -> Fault:
     """Return a test case in which the folder of a dataset is missing, or has other content.
 
-    Args:
-        dataset: Name of the dataset.
-        task: Task of the probe.
-        tree: Text that the error must contain about the expected files.
-        exists: Whether the folder exists.
+    `tree` is the text about the expected files that the error must contain. If `exists` is true,
+    the folder has other content.
     """
     command = f"probe --task {task} --dataset {dataset} --data-root elsewhere {ENCODER}"
     prepare = lambda folder: exists and (folder / "elsewhere/things").mkdir(parents=True)  # noqa: E731

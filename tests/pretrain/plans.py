@@ -42,10 +42,8 @@ def album(
 def plan_of(root: Path, *, data: dict[str, Any] | None = None, **parts: Any) -> Pretraining:
     """Return a pretraining run of eight steps with batch size two, which has not started.
 
-    Args:
-        root: Folder of the training images.
-        data: Options of `DataOptions`.
-        parts: Components, such as `model`, and training options, such as `max_steps`.
+    `root` is the folder of the training images, and `data` has options of `DataOptions`. `parts`
+    are components, such as `model`, and training options, such as `max_steps`.
     """
     names = ("model", "objective", "optimizer", "monitor", "init_from")
     components = {name: parts.pop(name) for name in names if name in parts}

@@ -103,14 +103,9 @@ def test_heads_equal_float64_regressions_of_scikit_learn(mode, noisy):
 def sklearn_accuracy(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float) -> float:
     """Return the accuracy (%) of scikit-learn's logistic regression.
 
-    All channels are standardised with the mean and standard deviation of `x`.
-
-    Args:
-        x: Features of the training images.
-        y: Labels of the training images.
-        others: Features of the scored images.
-        truth: Labels of the scored images.
-        c: Inverse strength of the regularisation.
+    All channels are standardised with the mean and standard deviation of `x`. The training images
+    have the features `x` and labels `y`. The scored images have the features `others` and labels
+    `truth`. `c` is the inverse strength of the regularisation.
     """
     mean, deviation = x.double().mean(0), x.double().std(0, correction=0)
     model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
@@ -143,15 +138,8 @@ def train_one_head(
 ) -> tuple[Tensor, Tensor]:
     """Train one linear head in float64 with SGD, momentum 0.9 and a cosine schedule.
 
-    Return its weights and biases.
-
-    Args:
-        x: Features of the training images.
-        y: Labels of the training images.
-        rate: Learning rate of the first step.
-        epochs: Number of epochs.
-        size: Batch size.
-        classes: Number of classes.
+    Return its weights and biases. The training images have the features `x` and labels `y`. `rate`
+    is the learning rate of the first step, and `size` the batch size.
     """
     start = torch.randn(classes, x.shape[1], generator=torch.Generator().manual_seed(4)) * 0.01
     parameters = [start.double().requires_grad_(), torch.zeros(classes).double().requires_grad_()]

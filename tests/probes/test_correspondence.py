@@ -431,6 +431,6 @@ def test_lines_of_correct_points_are_green_and_others_red(tmp_path):
     )
     assert right[1] > 100 > right[0]
     assert wrong[0] > 100 > wrong[1]
-    # A ring marks the true place.
+    # A ring marks the true target point.
     ring = views[round(0.75 * SIDE) - 6 : round(0.75 * SIDE) + 7, middle + GAP // 2 + SIDE // 2]
     assert (ring[:, 1] > 100).any()

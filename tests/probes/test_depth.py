@@ -386,7 +386,7 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
     assert np.array_equal(labels[0].numpy(), first[np.ix_(rows, cols)])
     mean = run_of_split.mean_depth(labels[trained])
     assert float(mean[8, 14]) == pytest.approx(expected)
-    # Places without a depth (0) do not count.
+    # Pixels without a depth (0) do not count.
     depths = torch.tensor([[[2.0, 0.0, 0.0]], [[4.0, 1.0, 0.0]]])
     assert run_of_split.mean_depth(depths).tolist() == [[3.0, 1.0, pytest.approx(7 / 3)]]
     assert float(mean[0, 0]) == pytest.approx(float(mean[mean > 0].mean()), rel=0.2)

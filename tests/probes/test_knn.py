@@ -158,13 +158,8 @@ def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, share: float
     """Return the features and labels of images, extracted one image at a time.
 
     The encoder's final norm is applied explicitly. If `facet` is not "cls", the patch tokens are
-    averaged.
-
-    Args:
-        layer: Index of the block.
-        facet: Kind of feature.
-        images: Images with labels.
-        share: Side of the cropped central square, relative to the shorter side of the image.
+    averaged. `share` is the side of the cropped central square, relative to the shorter side of the
+    image.
     """
     encoder = tiny()
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])

@@ -206,7 +206,7 @@ def test_svg_sheets_contain_text_and_every_image_in_place(tmp_path):
     photo, *maps = (
         np.array(Image.open(io.BytesIO(base64.b64decode(code))), int) for _, code in links
     )
-    # Images have at least twice the resolution of their place. Patches of maps have sharp edges.
+    # Images have at least twice the displayed resolution. Patches of maps have sharp edges.
     assert photo.shape == (288, 192, 3)
     assert abs(photo - 10).max() < 3
     assert all(np.array_equal(one, small.repeat(96, 0).repeat(96, 1)) for one in maps)

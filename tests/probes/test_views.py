@@ -92,13 +92,13 @@ def test_crops_have_the_given_area_or_scale_at_any_place():
     # covers all pixels.
     assert min(inside) < 0.5
     assert max(inside) == 1.0
-    # A crop of a quarter of 6 x 6 pixels has 4 x 4 places. All pixels have different labels.
+    # A crop of a quarter of 6 x 6 pixels has 4 x 4 positions. All pixels have different labels.
     mask = np.arange(36, dtype=np.uint8).reshape(6, 6)
     sample = Sample("x", np.zeros((6, 6, 3), np.uint8), mask)
     crops = ResizedCrops(400, seed=0, area=(0.25, 0.25), aspect=(1.0, 1.0))
     first = [int(crops.make_view(sample, number, 3)[1].min()) for number in range(400)]
     places = [6 * row + col for row in range(4) for col in range(4)]
-    # Each place is expected 25 times, with a deviation of 5.
+    # Each position is expected 25 times, with a deviation of 5.
     assert [first.count(place) for place in places] == pytest.approx([25] * 16, abs=4 * 5)
 
 

@@ -114,14 +114,8 @@ def paired_folders(
 ) -> Path:
     """Create image and mask files with the given names in each split.
 
-    The images all differ, but the masks are all the same.
-
-    Args:
-        root: Folder of the dataset.
-        names: Names of the images of each split.
-        images: Folder of the images.
-        masks: Folder of the masks.
-        content: Bytes of each mask file, or None for a valid PNG.
+    The images all differ, but the masks are all the same. `images` and `masks` are names of
+    folders. `content` has the bytes of each mask file. If it is None, masks are valid PNG files.
     """
     content = content or encoded("PNG", Image.fromarray(mask()))
     numbers = count()

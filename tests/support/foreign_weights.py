@@ -32,12 +32,8 @@ def timm_model(
 ) -> Any:
     """Return a timm Vision Transformer with two blocks and random weights.
 
-    Args:
-        patch: Side length of a patch in pixels.
-        dim: Width of the tokens.
-        heads: Number of attention heads.
-        grid: Rows and columns of patches.
-        kwargs: Further arguments of timm's class.
+    `patch` is the side length of a patch in pixels, and `grid` the rows and columns of patches.
+    `kwargs` are further arguments of timm's class.
     """
     torch.manual_seed(0)
     model: Any = timm.models.VisionTransformer(

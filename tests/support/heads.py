@@ -25,12 +25,8 @@ def segmentation(
 ) -> Segmentation:
     """Return a linear segmentation probe with the given components and values.
 
-    Args:
-        defaults: Values of fields. Fields that this probe does not have are ignored.
-        loss: Name of the loss.
-        training: Name of the training method.
-        inference: Name of the inference method.
-        changes: Values of fields. An unknown field is an error.
+    `loss`, `training` and `inference` are names of components. `defaults` and `changes` contain
+    values of fields. Unknown fields are ignored in `defaults`, and are an error in `changes`.
     """
     names = {"loss": loss, "training": training, "inference": inference}
     return _build(Segmentation, names, defaults or {}, changes)

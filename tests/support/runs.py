@@ -57,11 +57,8 @@ def interrupt_at_micro_batch(
 ) -> None:
     """Make a run send itself a signal before a certain micro-batch of a training step.
 
-    Args:
-        monkeypatch: The fixture of pytest.
-        crops: Class that makes the run's crops.
-        number: Number of the micro-batch, counted from 1 over all steps.
-        sent: The signal.
+    `crops` is the class that makes the run's crops. `number` is the number of the micro-batch,
+    counted from 1 over all steps.
     """
     augment_on_device, calls = crops.augment_on_device, []
 

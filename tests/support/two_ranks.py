@@ -183,12 +183,8 @@ EXTRA_OPTIONS: dict[str, tuple[str, ...]] = {
 def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
     """Run one process of a distributed training run to its end. Write its stderr to a file.
 
-    Args:
-        number: Rank of the process, 0 or 1.
-        port: Port at which the processes connect.
-        fault: What fails, and the rank of the process in which it fails, such as "slow disk:0".
-        photos: Folder of the training images.
-        out: The run folder.
+    `fault` states what fails, and the rank of the process in which it fails, such as "slow disk:0".
+    `number` is the rank of this process.
     """
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -10,11 +10,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def stdout_without_torch(folder: Path, commands: Sequence[Sequence[str]]) -> str:
-    """Run commands in one process, check that they do not import torch, and return their stdout.
+    """Run `ssl-bench` commands in a folder, in one process. Return their stdout.
 
-    Args:
-        folder: Working folder of the commands.
-        commands: The arguments of `ssl-bench` for each command.
+    Also check that they do not import torch.
     """
     code = (
         "import sys; from ssl_bench.cli.__main__ import main\n"

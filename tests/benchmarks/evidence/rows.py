@@ -89,21 +89,14 @@ EXPERIMENTS = {
 
 
 def rate_run(experiment: str, variant: str, rate: float) -> str:
-    """Return the name of the run that tries a learning rate.
-
-    Args:
-        experiment: Name of the experiment.
-        variant: Name of the variant that the run trains.
-        rate: The learning rate.
-    """
+    """Return the name of the run of a variant that tries the learning rate `rate`."""
     return f"{experiment}-{variant}-rate{rate:g}"
 
 
 def rate_runs(experiment: str, variant: str) -> list[str]:
     """Return the names of the runs from which the learning rate of a variant is chosen.
 
-    The list is empty if the paper's learning rate is used. `experiment` is the name of the
-    experiment, and `variant` the name of the variant.
+    The list is empty if the paper's learning rate is used.
     """
     options = EXPERIMENTS[experiment]
     rates = options.rates if options.chosen_by else ()
@@ -111,13 +104,7 @@ def rate_runs(experiment: str, variant: str) -> list[str]:
 
 
 def seed_run(experiment: str, variant: str, seed: int) -> str:
-    """Return the name of the run whose score is reported for a seed.
-
-    Args:
-        experiment: Name of the experiment.
-        variant: Name of the variant that the run trains.
-        seed: Seed of the run.
-    """
+    """Return the name of the run whose score is reported for a variant and a seed."""
     return f"{experiment}-{variant}-seed{seed}"
 
 
@@ -139,8 +126,7 @@ def demo_of(name: str) -> str:
 def names_of(experiment: str, variants: Collection[str]) -> list[str]:
     """Return the names of all stored results about some variants of a training run.
 
-    These are results of training runs, of probes and of patch similarities. `experiment` is the
-    name of the experiment that compares the variants, and `variants` has the names of the variants.
+    These are results of training runs, of probes and of patch similarities.
     """
     reported = reported_of(experiment, variants)
     probes = [probes_of(run) for run in reported] if EXPERIMENTS[experiment].probed else []
@@ -152,8 +138,7 @@ def names_of(experiment: str, variants: Collection[str]) -> list[str]:
 def reported_of(experiment: str, variants: Collection[str]) -> list[str]:
     """Return the names of the runs whose scores are reported for some training variants.
 
-    Runs that only serve to choose a learning rate are left out. `experiment` is the name of the
-    experiment, and `variants` has the names of the variants.
+    Runs that only serve to choose a learning rate are left out.
     """
     trained = EXPERIMENTS[experiment].whole
     named = [variant for variant in variants if trained is None or variant in trained]

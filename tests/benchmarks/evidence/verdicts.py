@@ -93,7 +93,7 @@ class Contrast:
     def _over_images(self, experiment: str, runs: Runs) -> Interval | None:
         """Return the bootstrap confidence interval, over images, of this weighted sum of scores.
 
-        Return None if a run lacks per-image results. `experiment` is the name of the experiment.
+        Return None if a run lacks per-image results.
         """
         total, seeds = 0.0, EXPERIMENTS[experiment].seeds
         for variant, weight in self.weights.items():
@@ -370,8 +370,7 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
 def seeds_of(experiment: str, variant: str, runs: Runs, metric: str) -> list[float]:
     """Return one final score for each seed with which a variant was trained.
 
-    Runs without this metric are left out. `experiment` is the name of the experiment, and `variant`
-    the name of the variant.
+    Runs without this metric are left out.
     """
     reported = [runs[seed_run(experiment, variant, seed)] for seed in EXPERIMENTS[experiment].seeds]
     return [run[metric][-1] for run in reported if metric in run]
@@ -395,26 +394,14 @@ def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) ->
 
 
 def best_of_rates(experiment: str, variant: str, runs: Runs) -> float:
-    """Return the highest score that a variant reaches on held-out images with any learning rate.
-
-    Args:
-        experiment: Name of the experiment.
-        variant: Name of the variant of the training run.
-        runs: Finished runs by name.
-    """
+    """Return the highest score that a variant reaches on held-out images with any learning rate."""
     return max(
         runs[name][EXPERIMENTS[experiment].chosen_by][-1] for name in rate_runs(experiment, variant)
     )
 
 
 def first_run(experiment: str, variant: str, runs: Runs) -> Run:
-    """Return the run of a variant that tries a learning rate. There must be only one.
-
-    Args:
-        experiment: Name of the experiment.
-        variant: Name of the variant.
-        runs: Finished runs by name.
-    """
+    """Return the run of a variant that tries a learning rate. There must be only one."""
     (name,) = rate_runs(experiment, variant)
     return runs[name]
 

@@ -159,12 +159,8 @@ class Ledger:
     def count_upload(self, what: str, *, pinned: bool, waits: bool) -> None:
         """Increase the count of copies to the device by one.
 
-        Non-blocking copies from pinned memory have a separate count.
-
-        Args:
-            what: Name of the operation.
-            pinned: Whether the copied memory is pinned.
-            waits: Whether the copy is blocking.
+        Non-blocking copies from pinned memory have a separate count. `what` is the name of the
+        operation, and `waits` states whether the copy is blocking.
         """
         uploads = self.pinned_uploads if pinned and not waits else self.uploads
         uploads[f"{call_site()} {what}"] += 1
