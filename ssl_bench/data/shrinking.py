@@ -22,7 +22,7 @@ from ssl_bench.system.files import (
 from ssl_bench.system.output import print_message, show_progress
 
 METADATA_FILE = Path(".ssl-bench/shrunk.json")
-"""Path below the folder of the copies of a file that states how they were made."""
+"""Path of the file that states how copies were made, relative to the folder of the copies."""
 _QUALITY = 95
 _FORMATS = {
     **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif"), "JPEG"),

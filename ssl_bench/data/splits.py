@@ -190,7 +190,7 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
     @cache
     def list_names(folder: str) -> dict[str, str]:
-        """Return the actual file name for each file name and its Unicode NFC form."""
+        """Map each file name in a folder, and the NFC form of the name, to the file name."""
         names: list[str] = []
         with suppress(OSError), os.scandir(files.folder / folder) as entries:
             names = [entry.name for entry in entries]

@@ -357,7 +357,6 @@ def _draw_mixer(mixer: Mixer, depth: int, generator: Generator) -> None:
 
 
 def _apply_mimetic_parts(mixer: Mixer, config: StateSpaceConfig) -> None:
-    """Change the weights of a Mamba mixer by the mimetic initialisation in `config.mimetic`."""
     if _DECAY in config.mimetic:
         mixer.log_decay.mul_(-_EXPONENT)
         if config.state_decay == "constant":
