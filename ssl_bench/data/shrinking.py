@@ -48,9 +48,9 @@ def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
         side: Maximum length in pixels of the shorter side of a copy.
 
     Returns:
-        Dictionary that is also written to the file `METADATA_FILE`. It contains the folder of the
-        images ("root"), "side", the "fingerprint" (hash) of the images, their number ("images"),
-        "bytes_before" and "bytes_after".
+        Dictionary that is also written to the file `METADATA_FILE`. Its keys are "root" (folder of
+        the images), "side", "fingerprint" (hash of the images), "images" (number of images),
+        "bytes_before" and "bytes_after" (sizes of all files).
 
     Raises:
         ConfigurationError: `side` is less than 1, one folder contains the other, or `out` has other

@@ -261,7 +261,7 @@ def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple
 def _remove_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
     """Return the stages of a timm model without its stem, the layers before the first block.
 
-    Find the first stage that is divided into several blocks. Earlier stages belong to the stem,
+    Find the first stage that is divided into blocks. Earlier stages belong to the stem,
     unless they have the same class as these blocks. If no stage is divided, all stages are kept.
 
     Args:

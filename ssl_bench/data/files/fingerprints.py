@@ -194,10 +194,10 @@ class IdentifiedImages:
     def fingerprint(self) -> str:
         """Return a SHA-256 that identifies the images and annotations of this image set.
 
-        It depends on the ids in their order, the content of each file, the class of each number in
-        masks, `data.bits`, and whether the EXIF orientation is applied. With data.fingerprint=stat,
-        the size and modification time of a file are used instead of its content. The name and the
-        folder of the set have no effect.
+        It depends on the order of the ids and the content of the files. It also depends on
+        `data.bits`, the use of EXIF orientations, and the mapping from numbers in masks to classes.
+        With data.fingerprint=stat, the size and modification time of a file replace its content.
+        The name and the folder of the set have no effect.
 
         Raises:
             DataError: A file cannot be read, or has changed since the set was opened.
@@ -374,7 +374,7 @@ class DigestCache:
     same cache file, some digests may be lost and are computed again later.
 
     Args:
-        subject: Folder or file to which the digests belong. Each of them has its own cache file.
+        subject: Folder or file to which the digests belong. Each subject has its own cache file.
     """
 
     def __init__(self, subject: Path) -> None:

@@ -241,10 +241,12 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
 
 
 def _choose_column(kind: str, names: Sequence[str], title: str) -> str | None:
-    """Return the only name in `names`, the columns of a kind such as "mask", or None if empty.
+    """Return the only column name in `names`, or None if there is none.
+
+    The `kind`, such as "mask", and the `title` of the table are used in the error message.
 
     Raises:
-        ConfigurationError: There are several names. The message contains `title`.
+        ConfigurationError: There are several names.
     """
     if len(names) < 2:
         return next(iter(names), None)

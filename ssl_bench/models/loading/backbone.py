@@ -61,8 +61,7 @@ class Backbone:
     Attributes:
         weights: Tensors of the encoder by name, without prefixes such as "teacher.".
         total: Number of all tensors in the dictionary that contains the encoder.
-        ignored: Reason for each tensor, or dictionary of tensors, that is not used. The key is its
-            name in the file.
+        ignored: Reason why a tensor or dictionary of tensors is not used, by its name in the file.
         prefixes: Prefixes that were removed from the names, such as "teacher.".
         note: Message that tells users which of several encoders is used. Empty if the file contains
             only one encoder.
