@@ -130,9 +130,9 @@ def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
         overrides: KEY=VALUE texts, such as ["corrupt=clean,snow:1-2", "probe.tau=0.3"].
 
     Returns:
-        Two lists. The first contains a list of settings for each requested corruption, which is
-        empty for clean images. The second contains all other settings. For the example, they are
-        [[], ["corrupt=snow:1"], ["corrupt=snow:2"]] and ["probe.tau=0.3"].
+        A list of settings for each requested corruption, and all other settings. For the example,
+        they are [[], ["corrupt=snow:1"], ["corrupt=snow:2"]] and ["probe.tau=0.3"]. The list of
+        clean images is empty.
 
     Raises:
         ConfigurationError: A corruption or severity does not exist, or the key is given twice.

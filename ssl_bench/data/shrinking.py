@@ -22,7 +22,7 @@ from ssl_bench.system.files import (
 from ssl_bench.system.output import print_message, show_progress
 
 METADATA_FILE = Path(".ssl-bench/shrunk.json")
-"""Path below the folder of the copies of a file that states how they were made."""
+"""Path of the file that states how copies were made, relative to the folder of the copies."""
 _QUALITY = 95
 _FORMATS = {
     **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif"), "JPEG"),
@@ -48,9 +48,9 @@ def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
         side: Maximum length in pixels of the shorter side of a copy.
 
     Returns:
-        Dictionary that is also written to the file `METADATA_FILE`. It contains the folder of the
-        images ("root"), "side", the "fingerprint" (hash) of the images, their number ("images"),
-        "bytes_before" and "bytes_after".
+        Dictionary that is also written to the file `METADATA_FILE`. Its keys are "root" (folder of
+        the images), "side", "fingerprint" (hash of the images), "images" (number of images),
+        "bytes_before" and "bytes_after" (sizes of all files).
 
     Raises:
         ConfigurationError: `side` is less than 1, one folder contains the other, or `out` has other

@@ -190,7 +190,7 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
     @cache
     def list_names(folder: str) -> dict[str, str]:
-        """Return the actual file name for each file name and its Unicode NFC form."""
+        """Map each file name in a folder, and the NFC form of the name, to the file name."""
         names: list[str] = []
         with suppress(OSError), os.scandir(files.folder / folder) as entries:
             names = [entry.name for entry in entries]
@@ -246,8 +246,7 @@ def _drop_columns(line: str, suffix: str) -> Iterator[str]:
 
     They are the line itself, and the line without one or more of its last columns. For example, the
     line "pet0 1 2" yields "pet0 1 2", "pet0 1" and "pet0". Columns are only removed if they are
-    numbers or paths, or if the remaining text is a file name, which ends in `suffix` or another
-    image suffix.
+    numbers or paths, or if the remaining text ends in `suffix` or another image suffix.
     """
     yield line
     suffixes = (suffix.lower(), *IMAGE_SUFFIXES) if suffix else IMAGE_SUFFIXES

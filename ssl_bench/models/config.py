@@ -96,8 +96,8 @@ def build_submodule(group: str, config: Any) -> Any:
     """Build the attention or token graying module that an encoder's configuration selects.
 
     Args:
-        group: Which module to build: "attention" or "graying" (a filter that makes tokens more
-            alike). The field of this name in `config` selects it.
+        group: "attention", or "graying" (token graying, which increases small singular values of
+            the token matrix). The field of this name in `config` selects the module.
         config: Configuration of the encoder.
     """
     return find_registered(group, getattr(config, group))(config)

@@ -233,10 +233,7 @@ class ConvNeXtBlock(nn.Module):
 def _build(kind: Any, config: Any, seed: int) -> tuple[Any, Generator]:
     """Return a convolutional encoder with initial weights, and the generator that drew them.
 
-    Args:
-        kind: Class of the encoder, `ConvMixer` or `ConvNeXt`.
-        config: Configuration of the encoder.
-        seed: Seed of the generator.
+    `kind` is the class of the encoder, `ConvMixer` or `ConvNeXt`.
     """
     with torch.random.fork_rng(devices=[]):
         model = kind(config)

@@ -35,8 +35,8 @@ class WeightsInfo:
     Attributes:
         layout: Name of the layout, that is, of the naming scheme of the tensors.
         source: Library or repository that defines the layout.
-        ignored: Reason for each tensor, or dictionary of tensors, that was not loaded. The key is
-            its name in the file.
+        ignored: Reason why a tensor or dictionary of tensors was not loaded, by its name in the
+            file.
         note: Message about the assumptions that the loader made, and about its changes to the
             weights.
         file: Path of the file. None if the weights were not read from a file.

@@ -202,12 +202,7 @@ def _transform(x: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
 
 
 def _transform_back(coefficients: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
-    """Compute the inverse of `_transform`, which returns the DCT coefficients of each row.
-
-    Args:
-        coefficients: Result of `_transform`.
-        halves: Result of `_halve_dct`.
-    """
+    """Invert `_transform`: return the rows whose DCT coefficients are given."""
     even, odd = halves
     half = odd.shape[1]
     sums = coefficients[..., : len(even)] @ even

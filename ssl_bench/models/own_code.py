@@ -169,10 +169,7 @@ def _source(value: type | CodeType) -> str:
 
 
 def _is_user_code(value: type | FunctionType | ModuleType) -> bool:
-    """Return whether an object is the user's own code.
-
-    Python, installed packages and this suite are not the user's code.
-    """
+    """Return whether an object is not from Python, an installed package or this suite."""
     name = (value.__name__ if isinstance(value, ModuleType) else value.__module__) or "__main__"
     if name.partition(".")[0] in (*PACKAGES, "builtins", "torch"):
         return False

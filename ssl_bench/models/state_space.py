@@ -357,7 +357,6 @@ def _draw_mixer(mixer: Mixer, depth: int, generator: Generator) -> None:
 
 
 def _apply_mimetic_parts(mixer: Mixer, config: StateSpaceConfig) -> None:
-    """Change the weights of a Mamba mixer by the mimetic initialisation in `config.mimetic`."""
     if _DECAY in config.mimetic:
         mixer.log_decay.mul_(-_EXPONENT)
         if config.state_decay == "constant":
@@ -385,8 +384,8 @@ def scan_channels(
     """Compute the output y of Mamba 1's state space model by its recurrence over tokens.
 
     In each channel, the recurrence is h_t = exp(Delta_t A) h_(t-1) + Delta_t x_t B_t, and the
-    output is y_t = C_t . h_t. Multiplying x by the equivalent matrix that `channel_mixing` returns
-    would take ten times as long, because each channel has its own matrix.
+    output is y_t = C_t . h_t. This is ten times faster than multiplying x by the matrices that
+    `channel_mixing` returns, because each channel has its own matrix.
 
     Args:
         inputs: Inputs x (batch x tokens x channels).

@@ -171,14 +171,10 @@ def _earlier_siblings(name: str) -> list[str]:
 
 
 def _inner_blocks(parts: Mapping[str, nn.Module], name: str) -> list[str]:
-    """Return the names of the modules that may be the blocks of a stage of a timm model.
+    """Return the names of the modules that may be the blocks of the stage `name`.
 
     They are the children of the stage's submodule `blocks`. If there is no such submodule, they are
-    the children of the stage itself.
-
-    Args:
-        parts: All modules of the model by name.
-        name: Name of the stage.
+    the children of the stage itself. `parts` contains all modules of the model by name.
     """
     owner = f"{name}.blocks" if f"{name}.blocks" in parts else name
     return [f"{owner}.{child}" for child, _ in parts[owner].named_children()]
@@ -265,8 +261,8 @@ def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple
 def _remove_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
     """Return the stages of a timm model without its stem, the layers before the first block.
 
-    All stages before the first stage that is divided into blocks belong to the stem, except stages
-    of the same class as these blocks. If no stage is divided, all stages are kept.
+    Find the first stage that is divided into blocks. Earlier stages belong to the stem,
+    unless they have the same class as these blocks. If no stage is divided, all stages are kept.
 
     Args:
         model: The timm model.

@@ -332,18 +332,17 @@ class FileSet:
     def identify_parts(
         self, parts: Iterable[FilePart], total: int
     ) -> closing[Generator[str, None, None]]:
-        """Identify files of this set by their SHA-256, or by their size and modification time.
+        """Identify each file by a text that changes if the file changes.
 
-        The SHA-256 is used if `options.fingerprint` is "content", and the size and time if it is
-        "stat".
+        The text is a SHA-256 if `options.fingerprint` is "content". If it is "stat", the text
+        consists of the size and the modification time.
 
         Args:
             parts: The files, or parts of files that are hashed separately.
             total: Number of parts, for the progress bar.
 
         Returns:
-            A generator that yields one text for each part, such as its SHA-256. Use it in a `with`
-            statement, which closes it at the end.
+            A generator of the texts. Use it in a `with` statement, which closes it at the end.
         """
         return closing(
             identify_parts(
@@ -380,7 +379,7 @@ class FileSet:
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
                 f"{len(missing)} of {len(ids)} {kind} of the split {self.split} are missing in "
-                f"{folder}: {join_names(missing)}. The ids of the split come from {self.source}"
+                f"{folder}: {join_names(missing)}. Add them, or remove their ids from {self.source}"
             )
 
 

@@ -1,8 +1,9 @@
 """Compute the fingerprint of an image set, which is a SHA-256 of its images and annotations.
 
 Each file is read once, and its SHA-256 is stored in the user's cache folder, in 64 bytes per file.
-A stored SHA-256 is valid as long as the size, times and inode of the file stay the same. If a file
-was written less than two seconds before it was read, its SHA-256 is not stored.
+A stored SHA-256 is valid as long as the size, times and inode of the file stay the same. It is not
+stored if the file was written less than two seconds ago, because the times might not show the next
+change.
 """
 
 import hashlib
@@ -52,12 +53,11 @@ RACY_NS = 2 * 10**9
 
 
 def compute_fingerprint(rows: Iterable[Sequence[object]], kind: FingerprintKind = "content") -> str:
-    """Return the fingerprint of an image set, which is the SHA-256 of rows that describe it.
+    """Return the fingerprint of an image set, which is the SHA-256 of a description.
 
     Args:
-        rows: Rows of JSON values. For example, a row contains the id of an image and the SHA-256 of
-            its file.
-        kind: "content" if the rows contain hashes of files, or "stat" if they contain sizes and
+        rows: The description, as lists of JSON values, such as [image id, SHA-256 of its file].
+        kind: "content" if it contains hashes of files, or "stat" if it contains sizes and
             modification times. With "stat", the fingerprint begins with "stat-".
     """
     digest = hashlib.sha256()
@@ -72,8 +72,8 @@ def extend_fingerprint(fingerprint: str, *rows: Sequence[object]) -> str:
 
     Args:
         fingerprint: Fingerprint (hash) of the other image set. A prefix "stat-" is kept.
-        rows: Rows of JSON values that describe the difference between the sets, such as ["bits",
-            12].
+        rows: Lists of JSON values that describe the difference between the sets, such as
+            ["bits", 12].
     """
     return compute_fingerprint([[fingerprint], *rows], fingerprint_kind(fingerprint))
 
@@ -103,14 +103,13 @@ class ReadOptions:
     bits: int | None = None
 
     def compute_fingerprint(self, rows: Iterable[Sequence[object]]) -> str:
-        """Return the fingerprint of an image set, which is a hash of rows that describe it.
+        """Return the fingerprint of an image set, which is a hash of a description.
 
         The fingerprint also depends on the option `bits`, because it changes the pixels of 16-bit
         images.
 
         Args:
-            rows: Rows of JSON values. For example, a row contains the id of an image and the
-                SHA-256 of its file.
+            rows: The description, as lists of JSON values, such as [image id, SHA-256 of its file].
         """
         fingerprint = compute_fingerprint(rows, self.fingerprint)
         # With `bits=16`, images that are readable without this option have the same pixels.
@@ -195,10 +194,10 @@ class IdentifiedImages:
     def fingerprint(self) -> str:
         """Return a SHA-256 that identifies the images and annotations of this image set.
 
-        It depends on the ids in their order, the content of each file, the class of each number in
-        masks, `data.bits`, and whether the EXIF orientation is applied. With data.fingerprint=stat,
-        the size and modification time of a file are used instead of its content. The name and the
-        folder of the set have no effect.
+        It depends on the order of the ids and the content of the files. It also depends on
+        `data.bits`, the use of EXIF orientations, and the mapping from numbers in masks to classes.
+        With data.fingerprint=stat, the size and modification time of a file replace its content.
+        The name and the folder of the set have no effect.
 
         Raises:
             DataError: A file cannot be read, or has changed since the set was opened.
@@ -217,7 +216,7 @@ class IdentifiedImages:
 def with_read_options(images: ImageSet, options: ReadOptions) -> ImageSet:
     """Return a copy of an image set that reads its files with the given options.
 
-    If the image set has no such options, it is returned unchanged.
+    An image set that does not support these options is returned unchanged.
     """
     method = getattr(images, "with_read_options", None)
     return method(options) if method else images
@@ -282,7 +281,7 @@ def identify_parts(
         kind: Whether files are identified by their "content", or by "stat", which is their size and
             modification time.
         title: Name of the image set, for messages.
-        folder: Folder or file of the image set. The SHA-256 of its files are cached together.
+        folder: Folder or file of the image set. Its hashes are stored in one cache file.
         total: Number of parts, for the progress bar.
 
     Raises:
@@ -375,7 +374,7 @@ class DigestCache:
     same cache file, some digests may be lost and are computed again later.
 
     Args:
-        subject: Folder or file to which the digests belong. Each of them has its own cache file.
+        subject: Folder or file to which the digests belong. Each subject has its own cache file.
     """
 
     def __init__(self, subject: Path) -> None:

@@ -129,7 +129,9 @@ class ReadableDataset(DatasetView):
             self._cache.messages.add(message)
             print_message(message)
         if not readable:
-            raise DataError(f"none of the {len(images)} images of {_title(images)} can be read")
+            raise DataError(
+                f"none of the {len(images)} images of {_title(images)} can be read. Replace them"
+            )
         left_out = [i for i, error in zip(images.ids, errors, strict=True) if error is not None]
         self._left_out[usage, images.split, images.ids] = left_out
         return ImageSubset(images, readable) if left_out else images
@@ -141,8 +143,7 @@ def leave_out_unreadable(
     """Leave unreadable images out of a dataset, if the user or the dataset requests it.
 
     Args:
-        view: The dataset to use, with all settings of the user, such as a limit on the number of
-            images.
+        view: The dataset to use. Settings such as `data.limit` have already been applied to it.
         dataset: The original dataset. If its attribute `leaves_out_unreadable` is true, unreadable
             images are left out by default.
         on_bad_image: Choice of the user: "skip" leaves unreadable images out, and "fail" raises an

@@ -93,7 +93,9 @@ def find_shards(pattern: str | Path) -> list[Path]:
     shards, missing = set[Path](), list[str]()
     names = list(islice(_expand_braces(str(path)), _MAX_SHARDS + 1))
     if len(names) > _MAX_SHARDS:
-        raise ConfigurationError(f"{pattern} stands for more than {_MAX_SHARDS:,} tar files")
+        raise ConfigurationError(
+            f"{pattern} stands for more than {_MAX_SHARDS:,} tar files. Use a narrower pattern"
+        )
     for name in map(Path, names):
         matches = [name] if name.is_file() else _glob(name)
         shards.update(matches)
@@ -343,7 +345,7 @@ class TarImages(IdentifiedImages):
                 ids += [f"{prefix}/{member}" for member in index.names]
                 members.append(np.insert(index.members, 0, number, axis=1))
         if not ids:
-            raise DataError(f"{folder} has no image in its {len(shards)} tar files")
+            raise DataError(f"{folder} has no image in its {len(shards)} tar files. Pass others")
         rows = np.concatenate(members)
         return cls(name, split, folder, tuple(ids), tuple(shards), tuple(states), rows)
 

@@ -153,7 +153,7 @@ class ClassFolders(ClassificationSplits):
     def pretraining_images(self) -> LabelledImages:
         """Return the images for supervised pretraining, with class labels.
 
-        If there are no split folders, they are all images. Otherwise, they are the training images.
+        Without split folders, all images are returned. Otherwise, only the training images are.
         """
         if self._is_flat:
             return self._label_images(_ALL, self._train_classes)

@@ -231,7 +231,9 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
     # For a file in another format, pycocotools may raise any exception.
     except Exception as error:
         reraise_out_of_memory(error)
-        raise DataError(f"{annotations} is not a COCO instances file ({error!r})") from error
+        raise DataError(
+            f"{annotations} is not a COCO instances file ({error!r}). Download it again"
+        ) from error
     names, owners, corners = zip(*objects, strict=True) if objects else ((), (), ())
     # Boxes are validated before rounding, which could make an invalid box valid.
     exact = validate_boxes(corners, annotations, names, allow_flat=True)

@@ -92,11 +92,6 @@ class DepthImageSet(FileImageSet):
         return hashes._replace(fingerprint=fingerprint)
 
     def validate(self) -> "DepthImageSet":
-        """Check that all files of this set exist, without decoding them, and return the set.
-
-        Raises:
-            DataError: The set is empty, an id occurs twice, or files are missing.
-        """
         super().validate()
         self.require_files(self.depths.files, self.ids, "depth maps")
         return self

@@ -53,7 +53,7 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns with images and annotations. None if there is no such column.
+    """Names of the columns with images and annotations, or None for columns that do not exist.
 
     The name "objects.bbox" stands for the column `bbox`, which is nested in the column `objects`.
     """
@@ -156,7 +156,7 @@ def _read_bytes(value: Any, place: str) -> bytes:
         place: Description of the image, for error messages.
     """
     if not isinstance(value, Mapping):
-        raise DataError(f"{place} is missing")
+        raise DataError(f"the image or mask of {place} is missing. Remove this row")
     if value.get("bytes") is not None:
         return value["bytes"]
     try:
@@ -214,7 +214,9 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
         usual = [name for name in pictures if name in _IMAGE_NAMES]
         image = _choose_column("image", usual or pictures, title)
     if image is None:
-        raise DataError(f"{title} has no images, only the columns {', '.join(features)}")
+        raise DataError(
+            f"{title} has no images, only the columns {', '.join(features)}. Pass another dataset"
+        )
     # If a dataset has labels and masks, the user must choose one of them.
     others = [name for name in pictures if name != image]
     if mask is None and label is None:
@@ -239,15 +241,12 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
 
 
 def _choose_column(kind: str, names: Sequence[str], title: str) -> str | None:
-    """Return the only column of a kind, or None if there is no such column.
+    """Return the only column name in `names`, or None if there is none.
 
-    Args:
-        kind: Kind of the column, such as "mask", for the error message.
-        names: Names of all columns of this kind.
-        title: Name of the table, for the error message.
+    The `kind`, such as "mask", and the `title` of the table are used in the error message.
 
     Raises:
-        ConfigurationError: There are several columns of this kind.
+        ConfigurationError: There are several names.
     """
     if len(names) < 2:
         return next(iter(names), None)

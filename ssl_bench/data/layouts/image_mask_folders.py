@@ -43,8 +43,8 @@ class PairedFolders(Layout):
     Subclasses implement `_images` and `_masks`, which return the files of a split.
 
     Attributes:
-        published_splits: Folder name of each published split, such as {"train": "training"}. A
-            split whose folder has the same name is left out.
+        published_splits: Names of the folders of published splits, such as {"train": "training"}.
+            A split is not listed if its folder has the same name.
     """
 
     supports: Any
@@ -437,9 +437,9 @@ class ImageMaskFolders(PairedFolders):
         ignored |= {0} if self.reduce_zero else set()
         if len(set(numbers)) != count or not set(numbers).isdisjoint(ignored):
             raise ConfigurationError(
-                f"expected {count} different dataset.numbers, one per class, none of which is in "
-                f"dataset.ignored, got dataset.numbers={format_value(list(numbers))} and "
-                f"dataset.ignored={format_value(sorted(ignored))}"
+                f"dataset.numbers must contain {count} different numbers, one for each class, and "
+                f"no number of dataset.ignored, got dataset.numbers={format_value(list(numbers))} "
+                f"and dataset.ignored={format_value(sorted(ignored))}"
             )
         if not {*numbers, *ignored} <= set(range(256)):
             raise ConfigurationError(
@@ -458,8 +458,8 @@ class ImageMaskFolders(PairedFolders):
         colours = [(r, g, b) for r, g, b in (*classes, *self.ignored_colours)]
         if len(classes) != count or len(set(colours)) != len(colours):
             raise ConfigurationError(
-                f"expected {count} different dataset.colours, one per class, none of which is in "
-                f"dataset.ignored_colours, got {len(classes)}"
+                f"dataset.colours must contain {count} different colours, one for each class, and "
+                f"no colour of dataset.ignored_colours, got {len(classes)} colours"
             )
         numbers = {
             number: number if number < count else IGNORE_INDEX for number in range(len(colours))

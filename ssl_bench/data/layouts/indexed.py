@@ -138,7 +138,7 @@ class Items:
 
 
 def digest_of_parts(*parts: bytes) -> str:
-    """Return the SHA-256 of byte strings and their lengths, in hexadecimal digits."""
+    """Return one SHA-256 of all byte strings and of their lengths, in hexadecimal digits."""
     digest = sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8))
@@ -388,8 +388,8 @@ class IndexedDataset(Layout):
     def discovery(self) -> ImageSet:
         """Return the images for object discovery.
 
-        Images with boxes are preferred, followed by images without labels and masks. If there are
-        neither, the images for the use "images" are returned without labels and masks.
+        Images with boxes are preferred, then images without any annotation. If there are neither,
+        the result is `select_items("images")` without the annotations.
         """
         parts = [part for usage in ("images", "val", "train") if (part := self.select_items(usage))]
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]
@@ -413,7 +413,9 @@ class IndexedDataset(Layout):
 
     def _open(self, part: SelectedItems, *, with_classes: bool = True) -> IndexedImages:
         if not part.indices:
-            raise DataError(f"{part.items.title} has no images in {part.split}")
+            raise DataError(
+                f"{part.items.title} has no images in {part.split}. Select a larger part"
+            )
         annotations = part.items.annotations
         names = self._class_names if with_classes else ()
         images = IndexedImages(
@@ -436,8 +438,9 @@ class IndexedDataset(Layout):
         ignored = {*self._ignored}
         if len({*numbers}) != num_classes or ignored & {*numbers}:
             raise ConfigurationError(
-                f"expected {num_classes} different dataset.numbers, one per class, none of which "
-                f"is in dataset.ignored, got dataset.numbers={format_value(numbers)} and "
+                f"dataset.numbers must contain {num_classes} different numbers, one for each "
+                "class, and no number of dataset.ignored, got "
+                f"dataset.numbers={format_value(numbers)} and "
                 f"dataset.ignored={format_value(sorted(ignored))}"
             )
         classes: dict[int, int] = {number: index for index, number in enumerate(numbers)}

@@ -180,7 +180,7 @@ class Nyu(Layout):
         return DepthImageSet(**shared, depths=depths).validate()
 
     def _shared_fields(self, split: str) -> dict[str, Any]:
-        """Return the arguments of `FileImageSet` for a split, except its depth maps and masks."""
+        """Return the arguments of `FileImageSet` for a split, except depth maps and masks."""
         source, ids = self._list_ids(Split.parse(split).name)
         return {
             "name": self._full_name,

@@ -123,8 +123,8 @@ class PythonItems(Items):
         if target.kind != self._kind:
             expected = self._kind or "no target"
             raise DataError(
-                f"the target of {self.describe_item(index)} is of another kind than the first "
-                f"target, expected {expected}"
+                f"the target of {self.describe_item(index)} is not of the same kind as the first "
+                f"target, expected {expected}. Return one kind of target for all images"
             )
         item = Item(
             image,
@@ -164,8 +164,7 @@ class _UnsupportedContent(Exception):
 def base_dataset(dataset: Any) -> Any:
     """Return the dataset inside wrappers such as `torch.utils.data.Subset`.
 
-    The attribute `dataset` is followed from object to object until an object has no such attribute
-    or has the attribute `classes`.
+    A wrapper is an object with the attribute `dataset` but without the attribute `classes`.
     """
     while not hasattr(dataset, "classes") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset

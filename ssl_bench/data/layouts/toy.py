@@ -40,7 +40,7 @@ _MANIFEST = "files.json"
 # Number of images of each scene in `ToyInstances`: the scene itself and three crops.
 _NUM_VIEWS = 4
 VERSION = 1
-"""Increase this number if the same seed yields other scenes, so that cached scenes are not used."""
+"""Increase this number if the code draws other scenes, so that cached scenes are not used."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,7 @@ class Painter:
         vertically.
 
         Args:
-            index: Number of the video, which determines its content together with the split and the
-                seed.
+            index: Number of the video. Each number gives another video of this split and seed.
             num_frames: Number of frames.
         """
         from scipy.ndimage import shift

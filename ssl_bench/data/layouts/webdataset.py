@@ -83,7 +83,10 @@ class WebDataset(ClassificationSplits):
         if self.known_only:
             kept = [index for index, number in enumerate(numbers) if number in known]
             if not kept:
-                raise DataError(f"no image in {images.folder} belongs to a training class")
+                raise DataError(
+                    f"no image in {images.folder} has a class of the training images. Use splits "
+                    "with the same classes"
+                )
             images = images.select(images.name, kept)
             numbers = [numbers[index] for index in kept]
         if unknown := sorted(set(numbers).difference(known)):

@@ -103,8 +103,8 @@ def expand_addresses(patterns: Sequence[str]) -> list[str]:
 def _split_list(text: str) -> list[str]:
     """Split a text at its commas if it is a list of encoder addresses, such as "runs/a,runs/b".
 
-    It is a list if a part contains a colon, is an existing path, or is a pattern that matches a
-    path. If the whole text is an existing path or such a pattern, it is not split.
+    In a list, at least one part contains a colon, is an existing path, or is a pattern that matches
+    a path. A text that is itself an existing path or such a pattern is not split.
     """
     # RUN@1,2 is not split, because 2 is not an address.
     if re.fullmatch(r"[^,]*@[\d,-]+", text, re.DOTALL):

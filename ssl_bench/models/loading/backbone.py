@@ -61,8 +61,7 @@ class Backbone:
     Attributes:
         weights: Tensors of the encoder by name, without prefixes such as "teacher.".
         total: Number of all tensors in the dictionary that contains the encoder.
-        ignored: Reason for each tensor, or dictionary of tensors, that is not used. The key is its
-            name in the file.
+        ignored: Reason why a tensor or dictionary of tensors is not used, by its name in the file.
         prefixes: Prefixes that were removed from the names, such as "teacher.".
         note: Message that tells users which of several encoders is used. Empty if the file contains
             only one encoder.
@@ -215,8 +214,8 @@ def _find_encoders(names: Collection[str]) -> list[str]:
     """Return the name prefix of each encoder among the tensors of a weights file.
 
     An encoder is recognised by blocks and by the weight of a patch embedding, such as
-    "conv1.weight". Layers outside of encoders may have the same name, but no bias. A weight without
-    a bias is therefore ignored if another weight of this name has a bias.
+    "conv1.weight". If several weights have this name, and only some of them have a bias, those
+    without a bias belong to other layers and are ignored.
 
     Args:
         names: Names of all tensors in the file.
@@ -255,8 +254,8 @@ def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
 def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
     """Choose one of several encoders in a weights file, and return its prefix.
 
-    Prefixes such as "teacher.backbone." are compared part by part, from the left. Where they
-    differ, only the encoders with the highest priority remain. `_rank` computes the priority.
+    The words of prefixes such as "teacher.backbone." are compared from left to right. At each
+    difference, only encoders with the highest priority remain. `_rank` computes the priority.
 
     Args:
         roots: Prefix of each encoder.

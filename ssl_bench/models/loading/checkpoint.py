@@ -266,7 +266,7 @@ PYTHON_ADVICE = "name a function that loads it in Python (docs/python.md)"
 PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
 TIMM_HINT = ("--checkpoint", "timm:{timm_name}@{file}")
 MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
-"""Hints for the advice `PYTHON_ADVICE`, for naming a timm architecture, and for model folders."""
+"""Advice, and hints for loading with a Python function, with timm, or from a model folder."""
 
 
 def timm_hint(path: Path, name: str = "{timm_name}") -> tuple[str, str]:
@@ -358,7 +358,6 @@ def _sidecar_path(path: Path) -> Path:
 
 
 def _exists(sidecar: Path) -> bool:
-    """Return whether the .sha256 file `sidecar` exists."""
     try:
         return sidecar.is_file()
     except OSError:  # With the suffix, the file name is too long.

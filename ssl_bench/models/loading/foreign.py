@@ -295,7 +295,8 @@ def _check_required(
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
         raise CheckpointError(
             f"{path} has patches of {kernel.shape[2]} x {kernel.shape[3]} pixels in "
-            f"{kernel.shape[1]} channels ({_REQUIRED[2]}), expected square RGB patches"
+            f"{kernel.shape[1]} channels ({_REQUIRED[2]}), expected square RGB patches. To use it, "
+            f"{PYTHON_ADVICE}"
         )
     has_axes = (kernel.ndim, positions.ndim, linear.ndim) == (4, 3, 2) and positions.shape[1] > 1
     if not has_axes or len(kernel) % head_dim:

@@ -142,7 +142,6 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
 
 
 def _find_file(folder: Path, names: Sequence[str]) -> Path:
-    """Return the path of the first file name in `names` that exists in a folder."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -163,17 +162,14 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, *JSON_ERRORS) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). Download it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} contains a {type(content).__name__}, expected an object")
+        raise CheckpointError(
+            f"{path} contains a {type(content).__name__}, expected an object. Download it again"
+        )
     return content
 
 
 def _read_model_spec(config: Mapping[str, Any], path: Path) -> ModelSpec:
-    """Read from config.json what the shapes of tensors do not show, such as the number of heads.
-
-    Args:
-        config: Content of config.json.
-        path: Path of config.json, for error messages.
-    """
+    """Read properties of an encoder, such as the number of heads, from a parsed config.json."""
     heads: Any = config.get("num_attention_heads")
     eps: Any = config.get("layer_norm_eps")
     size: Any = config.get("image_size")
@@ -215,7 +211,7 @@ def _read_normalization(preprocessor: Mapping[str, Any], path: Path) -> Normaliz
     if unknown:
         raise CheckpointError(
             f"{path} has {unknown[0]}={preprocessor[unknown[0]]!r}, which cannot be expressed "
-            "as a mean and standard deviation of RGB"
+            f"as a mean and standard deviation of RGB. To use the model, {PYTHON_ADVICE}"
         )
     for key in ("do_normalize", "do_rescale"):
         if type(preprocessor.get(key, True)) is not bool:

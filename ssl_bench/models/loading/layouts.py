@@ -402,7 +402,9 @@ def rename_tensors(
         pattern, replacement = next(matches, (r"$^", ""))
         new_name = re.sub(pattern, replacement, name)
         if new_name in tensors:
-            raise CheckpointError(f"{path} contains {new_name} twice, the second time as {name}")
+            raise CheckpointError(
+                f"{path} contains {new_name} twice, the second time as {name}. Remove one of them"
+            )
         tensors[new_name] = value
     return tensors, ignored
 

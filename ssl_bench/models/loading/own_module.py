@@ -218,7 +218,6 @@ class UserModule(nn.Module):
         self.blocks = nn.ModuleList(module.get_submodule(blocks).children())
 
     def forward(self, images: Tensor) -> Any:
-        """Return the output of the user's module."""
         return self.module(images)
 
 

@@ -573,13 +573,9 @@ def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
 
 
 def _require_depth(name: str, meta_model: nn.Module, weights: Weights, path: Path) -> None:
-    """Raise CheckpointError if the file and the architecture have different numbers of blocks.
+    """Raise CheckpointError if `weights` and `meta_model` have different numbers of blocks.
 
-    Args:
-        name: timm's name of the architecture.
-        meta_model: The timm model on the device "meta", that is, without memory for its weights.
-        weights: Tensors of the file.
-        path: The weights file, for the error message.
+    `name` and `path` are timm's name of the model and the weights file, for the error message.
     """
     depths, width = _depths_and_width(weights)
     expected, expected_width = _depths_and_width(meta_model.state_dict())
@@ -601,13 +597,9 @@ def _require_depth(name: str, meta_model: nn.Module, weights: Weights, path: Pat
 
 
 def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> CheckpointError:
-    """Return an error that lists the first three tensors that do not fit the timm model.
+    """Return an error that lists the first three tensors of a timm model that do not fit a file.
 
-    Args:
-        path: The weights file.
-        name: timm's name of the model.
-        weights: Tensors of the file.
-        wrong: Tensors of the model that do not fit the file.
+    `weights` are the tensors of the file, and `wrong` the tensors of the model that do not fit.
     """
     differences = "; ".join(
         f"{tensor} is {format_shape(weights[tensor]) if tensor in weights else 'not in the file'}, "
