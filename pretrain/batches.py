@@ -55,11 +55,11 @@ class BatchChunks(Dataset[Any]):
     micro-batch s * `num_micro_batches`, and micro-batch m begins with chunk m * `num_chunks`. The
     crops of an image do not depend on the sizes of batches, micro-batches and chunks.
 
-    A chunk is the return value of `cut`, except in two cases:
+    An item is the return value of `cut`, except in two cases:
 
-    - `ChunkWithReplacements`: other images have replaced unreadable ones.
-    - `DataError`: an image cannot be read and may not be replaced. The error is not raised, because
-      an exception that leaves a data worker loses its one-line message.
+    - It is a `ChunkWithReplacements` if other images have replaced unreadable ones.
+    - It is a `DataError` if an image cannot be read and may not be replaced. This error is not
+      raised, because an exception that leaves a data worker loses its one-line message.
 
     Source of repeated augmentation (several crops of an image in one batch):
     https://arxiv.org/abs/1901.09335, and `RASampler` of
@@ -78,11 +78,11 @@ class BatchChunks(Dataset[Any]):
         rank: Rank of this process.
         num_ranks: Number of processes that share a batch.
         repeats: Number of times that an image occurs in an epoch, each time with other crops. The
-            crops of an image are consecutive. The number of steps in an epoch does not change, so
-            an epoch uses only a random fraction 1 / `repeats` of the images.
+            number of steps in an epoch does not change, so an epoch uses only a random fraction
+            1 / `repeats` of the images.
         num_chunks: Number of chunks in a micro-batch. Their sizes differ by at most one image.
-        image_ids: Ids of the images. If they are given, the next readable image replaces an image
-            that cannot be read.
+        image_ids: Ids of all images, or an empty sequence. With ids, the next readable image
+            replaces an unreadable one. Without ids, an unreadable image is an error.
     """
 
     images: Samples
@@ -127,12 +127,11 @@ class BatchChunks(Dataset[Any]):
         return ChunkWithReplacements(crops, left_out) if left_out else crops
 
     def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
-        """Return the images to crop for one micro-batch of this process, as (epoch, index, repeat).
+        """Return the images to crop for one micro-batch of this process.
 
-        `repeat` counts the earlier uses of the image in the same epoch. The order of images in a
-        batch is: the first micro-batch of every process, then the second one of every process, and
-        so on. The images of a whole batch do not depend on the numbers of processes and
-        micro-batches.
+        A batch contains the first micro-batch of every process, then the second one of every
+        process, and so on. The images of a whole batch do not depend on the numbers of processes
+        and micro-batches.
 
         Args:
             micro_batch: Number of the micro-batch, counted from 0 at the start of the run.
@@ -160,10 +159,10 @@ class BatchChunks(Dataset[Any]):
 
 
 class SampleKey(NamedTuple):
-    """The epoch, the image and the number of earlier uses of this image in the same epoch.
+    """Three numbers that identify one use of an image in training, all counted from 0.
 
-    These three numbers identify one use of an image in training. `index` is the position of the
-    image in the dataset, and `repeat` the number of earlier uses. All of them are counted from 0.
+    `index` is the position of the image in the dataset. `repeat` is the number of earlier uses of
+    this image in the same epoch.
     """
 
     epoch: int
@@ -175,7 +174,7 @@ class ChunkWithReplacements(NamedTuple):
     """The crops of a chunk (part of a micro-batch) after unreadable images have been replaced.
 
     Attributes:
-        crops: The crops, in the form in which the view maker of the run returns them.
+        crops: Crops of the readable images and of the replacements, as returned by `cut`.
         left_out: Dataset indices of the unreadable images.
     """
 
@@ -393,11 +392,11 @@ def load_chunks(
 
 @contextmanager
 def _postpone_worker_deaths() -> Generator[None]:
-    """Inside a `with` block, report that a data worker has died only while waiting for its data.
+    """Inside a `with` block, do not interrupt an optimizer step if a data worker dies.
 
-    The signal handler of torch raises an error as soon as a data worker dies, even in the middle of
-    an optimizer step. This function restores the default handler. The loader then checks its data
-    workers every five seconds while it waits.
+    The signal handler of torch raises an error as soon as a data worker dies. This function
+    restores the default handler. The error is then raised when the training process next waits for
+    crops, because a DataLoader checks its workers every five seconds while it waits.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or not hasattr(signal, "SIGCHLD"):
@@ -415,9 +414,6 @@ def _ignore_stop_signals(worker: int) -> None:
 
     The worker can still deliver the crops of the last step. It ignores only the first SIGTERM. If
     it hangs, the training process ends it with a second SIGTERM.
-
-    Args:
-        worker: Number of the data worker, which is not used.
     """
     del worker
     for name in (*STOP_SIGNALS, "SIGINT"):

@@ -81,9 +81,9 @@ class TrainingRanks:
         """Raise an error in all processes if at least one process calls this with an error.
 
         All processes must call this method the same number of times, because they exchange their
-        errors. Two kinds of errors are raised at once, without an exchange: a `LostProcess`,
-        because communication is no longer possible, and an error that this method has already
-        raised in all processes (its attribute `is_raised_on_all_ranks` is true).
+        errors. A `LostProcess` is raised at once, because no exchange is possible any more. An
+        error whose attribute `is_raised_on_all_ranks` is true is raised at once, because all
+        processes already have an error.
 
         Args:
             error: Error of this process, or None.

@@ -92,7 +92,7 @@ class StepReporter:
     def add(
         self, row: Mapping[str, Any], metrics: Mapping[str, Tensor], *, stop: bool, save: bool
     ) -> None:
-        """Queue the metrics of a step for `write_rows`.
+        """Add a step to the queue of rows that `write_rows` writes to the log.
 
         Args:
             row: Values that are known on the CPU, such as the learning rate.
@@ -139,14 +139,11 @@ class StepReporter:
             self._require_learning(row)
 
     def _require_learning(self, row: Mapping[str, Any]) -> None:
-        """Raise a ConfigurationError if too many consecutive steps show no learning.
+        """Raise a ConfigurationError if this row of the log reaches one of two limits.
 
-        There are two limits: `train.non_finite_patience` steps whose loss or gradient is not
-        finite, and `train.collapse_patience` steps after the warm-up in which the objective reports
-        a problem.
-
-        Args:
-            row: Row of the log for the last step.
+        The limits are `train.non_finite_patience` consecutive steps whose loss or gradient is not
+        finite, and `train.collapse_patience` consecutive steps after the warm-up in which the
+        objective reports that the run does not learn.
         """
         options = self._options
         if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):
@@ -249,11 +246,7 @@ class ProgressBar:
         self._waits: list[float] = []
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """Show the loss, the speed and the remaining time after a step.
-
-        Args:
-            row: Row of the log.
-        """
+        """Show the loss, the speed and the remaining time after a step, given its log row."""
         speed = row["images_per_second"]
         metrics = (
             f"loss {row['loss']:.3f}  {speed:.{0 if speed >= 10 else 1}f} images/s  "
@@ -310,7 +303,7 @@ class Clock:
     Attributes:
         run_start: Time at which the run started.
         last_save: Time of the last checkpoint.
-        training_start: Time at which training started, or continued after a measurement.
+        training_start: Time at which training started, or continued after an evaluation.
     """
 
     def __init__(self) -> None:

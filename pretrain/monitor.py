@@ -87,10 +87,9 @@ class Monitor:
             the JSON files from which tables are made.
         neighbours: Number of training images that vote for the class of a validation image.
         temperature: A neighbour votes with the weight exp(cosine similarity / temperature).
-        train_images: Largest number of training images that vote. The same random subset is used in
-            all evaluations.
-        val_images: Largest number of validation images. The same random subset is used in all
-            evaluations.
+        train_images: Maximum number of training images from which neighbours are chosen. All
+            evaluations use the same random subset.
+        val_images: Maximum number of validation images. All evaluations use the same random subset.
         crop_share: Side of the central square crop, relative to the shorter side of the image.
         batch_size: Number of images in a forward pass of the encoder.
     """
@@ -136,8 +135,8 @@ class Monitor:
             ConfigurationError: There is no folder of images, the learner has no classification
                 head, the images have other classes than the run, or there are fewer training images
                 than neighbours.
-            DataError: The images are missing, or the head or the k-NN classifier would be evaluated
-                on images that it is fitted to.
+            DataError: Images are missing, or validation images are also training images of a
+                supervised run or of the k-NN classifier.
         """
         if self.knn_epochs is None and self.accuracy_epochs is None:
             return None
@@ -190,7 +189,8 @@ class Monitor:
                 raise ConfigurationError(
                     "monitor.accuracy_epochs needs the same class names in monitor.root "
                     f"({len(val.class_names)} classes) as in the training images "
-                    f"({len(images.class_names)} classes)"
+                    f"({len(images.class_names)} classes). Choose another monitor.root, or set "
+                    "monitor.accuracy_epochs=null"
                 )
         return Evaluator(
             self,
@@ -224,7 +224,7 @@ class Evaluator(PeriodicEvaluation):
         num_shared_files: Number of validation images that are also training images.
     """
 
-    cost_options: ClassVar[str] = "monitor.train_images, .val_images and its epochs"
+    cost_options: ClassVar[str] = "monitor.train_images, .val_images, .knn_epochs, .accuracy_epochs"
 
     options: Monitor
     learner: Learner
@@ -272,7 +272,7 @@ class Evaluator(PeriodicEvaluation):
         a probe only if both have the same dataset name.
 
         Args:
-            results: Folder of a `ResultStore`. Several runs may share it.
+            results: Folder for the records. Several runs may share it.
             weights: Weights file of the encoder.
             description: Settings of the run, as stored in its state.
             trained_on: Images that the run was trained on.
@@ -378,9 +378,7 @@ class Evaluator(PeriodicEvaluation):
     ) -> LabelledFeatures:
         """Apply a network to the central crop of each image. Return the outputs and the labels.
 
-        Args:
-            images: Labelled images.
-            compute: Function from a batch of normalised crops to one vector for each crop.
+        `compute` returns one vector for each crop of a normalised batch.
         """
         device = next(self.learner.parameters()).device
         size, crop_share = self.learner.encoder.config.image_size, self.options.crop_share

@@ -66,8 +66,8 @@ class DataOptions:
             file once. "stat" compares only sizes and modification times.
         bits: Number of significant bits of 16-bit images, such as 12, for files that do not state
             this number.
-        allow_overlap: Allow the monitor, which evaluates the encoder during training, to score
-            images that its k-NN classifier or the supervised run is fitted to.
+        allow_overlap: Allow the monitor (evaluation during training) to score images that are also
+            training images of its k-NN classifier or of the supervised run.
         limit: Maximum number of images, chosen at even intervals from the whole set.
         mean: RGB mean in [0, 1] that is subtracted from images before they are divided by `std`.
             With a mean of 0 and a standard deviation of 1, images stay in [0, 1]. RandAugment
@@ -203,8 +203,7 @@ class TrainOptions:
             In `ssl-bench probe`, the address of this file is `RUN@100`.
         keep_every: Also keep the encoder every `keep_every` epochs.
         timeout_minutes: Time that processes wait for each other within a step before the run fails.
-            All other processes wait while the process of rank 0 runs the monitor, which evaluates
-            the encoder.
+            It must exceed the time of an evaluation, because only rank 0 runs the monitor.
         non_finite_patience: Stop after this number of consecutive steps whose loss or gradient is
             not finite.
         collapse_patience: Stop after this number of consecutive steps in which the objective
@@ -286,7 +285,7 @@ class TrainOptions:
 
     @property
     def resolved_batch_size(self) -> int:
-        """Return the batch size, which must be set. `resolve_batch_size` sets it to the default."""
+        """Return the batch size. It must not be None, so call `resolve_batch_size` first."""
         assert self.batch_size is not None, "call resolve_batch_size first"
         return self.batch_size
 

@@ -75,7 +75,7 @@ def _count_convolution_backward(
     """Count the FLOPs of a convolution's backward pass, given the shapes of its arguments.
 
     The gradient of the images and the gradient of the filters each cost as much as the forward
-    pass. The last argument of the convolution states which of them are required.
+    pass. The last value in `more` states which of them are required.
     """
     is_required: Sequence[bool] = more[-1]
     positions = gradient[0] * prod(gradient[2:])

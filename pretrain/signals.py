@@ -13,9 +13,9 @@ from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
 class StopSignalHandler:
     """A handler that stores the last signal that asked this process to stop.
 
-    The first Ctrl-C (SIGINT) is only stored, like SIGTERM, SIGHUP and SIGUSR1, except inside
-    `raise_immediately`. The training loop finishes its step, saves a checkpoint and ends. A second
-    Ctrl-C raises KeyboardInterrupt in the middle of the step, which is then lost.
+    SIGTERM, SIGHUP, SIGUSR1 and the first Ctrl-C (SIGINT) are only stored. The training loop then
+    finishes its step, saves a checkpoint and ends. A second Ctrl-C raises KeyboardInterrupt in the
+    middle of the step, which is lost. Inside `raise_immediately`, any signal raises an exception.
     """
 
     def __init__(self) -> None:

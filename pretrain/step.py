@@ -247,10 +247,7 @@ class Trainer:
         return torch.compiler.set_stance("force_eager") if self._is_eager else nullcontext()
 
     def _restore_statistics(self, before: Iterable[Tensor], condition: Bool[Tensor, ""]) -> None:
-        """If `condition` is true, reset batch statistics to `before`, their values before the step.
-
-        `condition` is a scalar tensor on the device.
-        """
+        """If `condition` is true, copy `before`, the earlier batch statistics, to the student."""
         for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
             buffer.copy_(torch.where(condition.to(buffer.device), old, buffer))
 

@@ -306,8 +306,8 @@ class Run:
     def _read_micro_batches(self) -> Generator[Any, None, None]:
         """Yield the cropped images of each remaining micro-batch.
 
-        If a process has an error, or has stored one since the last micro-batch, all processes raise
-        an error here. Closing the generator ends the data workers.
+        If a process cannot read images, or has stored an error since the last micro-batch, all
+        processes raise an error. Closing the generator ends the data workers.
         """
         per_step, device = self.plan.train.accumulation, self.ranks.device
         remaining = range(self.progress.step * per_step, self.timeline.total_steps * per_step)
@@ -446,10 +446,7 @@ class Run:
         )
 
     def _keep_encoder(self) -> None:
-        """Save the encoder to its own file after the epochs that the user has selected.
-
-        The options `train.keep_epochs` and `train.keep_every` select these epochs.
-        """
+        """Save the encoder to its own file if `keep_epochs` or `keep_every` selects this epoch."""
         if self.saver is None:
             return
         epoch, steps_left = divmod(self.progress.step, self.timeline.steps_per_epoch)
@@ -463,10 +460,10 @@ class Run:
 
         If the log shows that training has diverged, raise a ConfigurationError instead.
 
-        All processes must call this method together, because they exchange which unreadable images
-        they have left out. The process of rank 0 copies the state to host memory and lets a thread
-        write it. If `wait` is true, it waits until the files are written. Otherwise, an error of
-        the disk is raised after a later step.
+        All processes must call this method together, because they exchange the indices of their
+        unreadable images. The process of rank 0 copies the state to host memory, and a thread
+        writes it. If `wait` is true, this method returns after the files are written. Otherwise, an
+        error of the disk is raised after a later step.
         """
         log, progress = self.log, self.progress
         log.write_rows(everything=True)
@@ -530,8 +527,7 @@ class Run:
     def _finish(self) -> None:
         """Delete the second-to-last training state, which a finished run no longer needs.
 
-        If `monitor.results` of a supervised run is set, also save its accuracy as records (stored
-        scores) in this folder.
+        If `monitor.results` of a supervised run is set, also store its accuracy there.
         """
         checkpoints.remove_previous_state(self.out)
         results = self.plan.monitor.results

@@ -20,7 +20,7 @@ from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 # Number of random sizes that are tried until a box fits into the image.
 _ATTEMPTS = 10
 NUM_RANDOMS_PER_BOX = 2 * _ATTEMPTS + 2
-"""Number of random numbers that determine a box."""
+"""Number of random numbers from which the box of a crop is computed."""
 
 Samples = Iterable[Sample]
 Generators = Iterable[np.random.Generator]
@@ -31,8 +31,8 @@ class ViewMaker(ABC):
     """Base class of view makers, which turn images into views (such as random crops) for training.
 
     `cut` runs on the CPU in data workers, and `augment_on_device` on the device. In between, a
-    DataLoader copies the crops to pinned memory. It turns tuples into lists, and objects need the
-    method `pin_memory`, which `LabelledCrops` has.
+    DataLoader copies tensors to pinned memory and turns tuples into lists. Objects of
+    other classes that `cut` returns need a method `pin_memory` that returns a copy.
     """
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:

@@ -58,10 +58,10 @@ _POSTERIZE = "PosterizeIncreasing"
 
 
 def _make_signed_operation(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
-    """Describe a RandAugment operation whose argument is center + largest * level.
+    """Return a function that computes an argument of a RandAugment operation, and True.
 
-    Returns:
-        The function from level to argument, and True: the level is negated with probability 0.5.
+    The argument is center + largest * level, with a level in [0, 1]. True means that the level is
+    negated with probability 0.5.
     """
     return lambda level: center + largest * level, True
 

@@ -81,9 +81,7 @@ class Dino(Objective):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "DinoLearner":
-        """Build a learner whose teacher starts as a copy of its student.
-
-        The argument `class_names` is not used.
+        """Build a learner whose teacher starts as a copy of its student. `class_names` is unused.
 
         Raises:
             ConfigurationError: The model is not a Vision Transformer. Other encoders have batch
@@ -187,11 +185,9 @@ class DinoLearner(Learner):
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
         """Update the centre and the weights of the teacher.
 
-        The centre moves towards the mean output of the teacher in this batch. The weights move
-        towards the weights of the student.
-
-        The centre changes once per batch, so the number of micro-batches has no effect. If a
-        gradient or the mean output is not finite, the centre does not change.
+        The weights move towards the weights of the student. The centre moves towards the mean
+        output of the teacher in this batch, unless this output or a gradient is not finite. The
+        centre changes once per batch, so the number of micro-batches has no effect.
 
         Args:
             step: Number of the optimizer step, from 0.
@@ -372,14 +368,11 @@ class _CrossView(torch.autograd.Function):
             return directions[chunk] * inverse_norm, inverse_norm
 
         def compare(unit: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-            """Compute the student's logits and the targets for one chunk of prototypes.
+            """Return the weights, the student's logits and the targets for a chunk of prototypes.
 
-            `unit` contains the normalised directions of these prototypes.
-
-            Returns:
-                The prototypes, divided by the student's temperature. The student's logits for all
-                views. The targets for the two global views, where the target for one view is what
-                the teacher outputs for the other.
+            `unit` contains the normalised directions of these prototypes. The weights are the
+            prototypes divided by the temperature. The logits are those of all views. The target of
+            each global view is the output of the teacher for the other global view.
             """
             weights = (unit * (lengths[chunk] / temperature)).to(student.dtype)
             logits = compute_logits(student, weights).to(targets.dtype)

@@ -55,7 +55,7 @@ class Supervised(Objective):
         if len(class_names) < 2:
             raise ConfigurationError(
                 "objective=supervised needs training images of two classes or more, got "
-                f"{len(class_names)}. Use a folder with the layout train/CLASS/PICTURE",
+                f"{len(class_names)}. Use a folder with the layout train/CLASS/IMAGE",
                 hint=("data.labels=true", "data.root={folder}"),
             )
         count = len(class_names)

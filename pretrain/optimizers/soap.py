@@ -21,7 +21,7 @@ from ssl_bench.system.device import float64_device, to_float64
 _MAX_ERROR = 1e-5
 
 Matrices = dict[int, Float[Tensor, "members _ _"]]
-"""One square matrix for each member of a stack, by mode. A mode is an axis of the parameter."""
+"""Square matrices by axis of the parameters, one for each parameter in a stack (`Stack`)."""
 
 
 class SOAP(torch.optim.Optimizer):
@@ -41,8 +41,8 @@ class SOAP(torch.optim.Optimizer):
     A step waits for the device only if a parameter has its first gradient. If the attribute
     `found_inf` is 1, as set by torch.amp.GradScaler, the step changes no parameter, moment,
     statistic or basis, whatever values the gradients have. Only the count of skipped steps
-    increases. If the first gradient of a parameter is skipped, its bases are the unit vectors
-    until the next refresh.
+    increases. If this happens at the first gradient of a parameter, the bases of the parameter are
+    the unit vectors until the next refresh.
 
     Args:
         params: Parameters or parameter groups.
@@ -140,9 +140,8 @@ class SOAP(torch.optim.Optimizer):
     def _count_step(self, stacks: Sequence["Stack"]) -> "Factors":
         """Increase the step counts of the parameters, and return the scalar factors of this step.
 
-        If a gradient is not finite, the gradient scaler has set the attribute `found_inf` to 1. The
-        step is then also counted as skipped, except for parameters with their first gradient, which
-        this step does not update anyway.
+        If the attribute `found_inf` is 1, also count the step as skipped. Parameters with their
+        first gradient are excepted, because this step does not update them anyway.
         """
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
@@ -201,9 +200,8 @@ class SOAP(torch.optim.Optimizer):
 
         Args:
             group: Parameter group of the optimizer.
-            skipped_by_step: Number of skipped steps, as a scalar on the device, by step count.
-                Stacks with the same step count share this scalar. This function adds missing step
-                counts.
+            skipped_by_step: Scalar tensors with the number of skipped steps, by step count. Stacks
+                with the same step count share a tensor. Missing tensors are added in place.
         """
         stackable: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for p in group["params"]:
@@ -237,9 +235,8 @@ class Stack:
             the first one.
         skipped: Number of steps that were skipped after the first gradient, as a scalar on the
             device. Stacks with the same step count share it.
-        phases: One number for each member. The bases of a member are refreshed when its number plus
-            `step` is a multiple of `precondition_frequency`. All numbers are 0 unless refreshes are
-            staggered.
+        phases: Offset of the refreshes of each member, 0 unless refreshes are staggered. The bases
+            are refreshed when `step` plus the offset is a multiple of `precondition_frequency`.
         index: Index of the stack within its group.
         exp_avg: Mean gradient in the eigenbases.
         exp_avg_sq: Mean squared gradient in the eigenbases.
@@ -341,7 +338,8 @@ def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int)
     Args:
         parameter: The parameter.
         group: Its parameter group in the optimizer.
-        phase: Its eigenbases are refreshed this number of steps earlier, to stagger refreshes.
+        phase: Number of steps by which the parameter's eigenbases are refreshed earlier than those
+            of a parameter with phase 0.
     """
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     zeros = partial(torch.zeros, dtype=dtype, device=parameter.device)

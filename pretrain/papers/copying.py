@@ -4,9 +4,6 @@ Strings are drawn at random and never stored. A string of n letters becomes a ro
 `x_1 ... x_n | x_1 ... x_n .`, with the delimiter `|` and the stop `.`. Letters have the numbers 0
 to k - 1, the delimiter has the number k, and the stop k + 1. The model reads all tokens except the
 stop. The loss covers only the predictions after the delimiter.
-
-Only one paper needs this objective. The trainer accesses the objective only through its base class
-`GeneratingObjective`.
 """
 
 import hashlib
@@ -79,10 +76,7 @@ class Copying(GeneratingObjective):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> "GeneratedStrings":
-        """Return an image set with one black pixel in place of an image for each string.
-
-        The strings themselves are drawn later, by `crops`.
-        """
+        """Return a placeholder image for each string. The field `crops` draws the strings later."""
         return GeneratedStrings()
 
     def build(
