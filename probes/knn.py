@@ -212,14 +212,8 @@ class KNN(Probe):
     ) -> Iterator[Score]:
         """Classify images by votes of their nearest training images, and yield the accuracies.
 
-        Args:
-            context: Inputs of the probe, such as the device.
-            layer: Layer of the features.
-            facet: Kind of feature, such as the [CLS] token.
-            queries: Features and classes of the scored images.
-            num_classes: Number of classes.
-            memory_bank: Features and classes of the training images.
-            neighbours: Numbers k of nearest training images that vote. Each has its own scores.
+        `queries` contains the scored images, and `memory_bank` the training images. There are
+        separate accuracies for each number of voting images in `neighbours`.
         """
         ranks = knn_ranks(
             queries.to(context.device),
