@@ -162,8 +162,8 @@ class LinearClassification(Probe):
         memory_gib: Memory limit for the features in GiB. If the vectors of all layers exceed it,
             the encoder processes the images several times. If the patches for attentive heads
             exceed it, they are stored on disk.
-        guesses: Texts about settings that the authors of the protocol do not specify, and about
-            differences from their code.
+        guesses: Notes in the results on settings that the authors of the protocol do not specify,
+            and on differences from their code.
     """
 
     protocol: str = "ssl_bench"

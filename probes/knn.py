@@ -61,7 +61,7 @@ class KNN(Probe):
             the encoder processes the images several times.
         engine: Search engine: "faiss" or "torch". "auto" uses faiss for many images on a CPU.
             The two engines find the same neighbours.
-        guesses: Texts about differences between the preset and the code of its authors.
+        guesses: Notes in the results on differences between the preset and its authors' code.
 
     Source: `eval_knn.py` of https://github.com/facebookresearch/dino, which scores only the last
     block.

@@ -178,9 +178,9 @@ class Segmentation(Probe):
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Texts about settings that the authors of the protocol do not specify, and about
-            differences from the published protocol. $NAME is replaced by the value of the setting
-            NAME.
+        guesses: Notes in the results on settings that the authors of the protocol do not specify,
+            and on differences from the published protocol. $NAME is replaced by the value of the
+            setting NAME.
     """
 
     protocol: str = "ssl_bench"

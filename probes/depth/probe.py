@@ -119,9 +119,9 @@ class Depth(Probe):
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Texts about settings that the authors of the protocol do not specify, and about
-            differences from the published protocol. $NAME is replaced by the value of the setting
-            NAME.
+        guesses: Notes in the results on settings that the authors of the protocol do not specify,
+            and on differences from the published protocol. $NAME is replaced by the value of the
+            setting NAME.
 
     Source: Oquab et al., "DINOv2: Learning Robust Visual Features without Supervision",
     https://arxiv.org/abs/2304.07193, section 7.4.
