@@ -262,9 +262,9 @@ class Conditioning(Probe):
         counts = [next(iter(tokens.values())).shape[1] for tokens in (outputs, other_outputs)]
         if counts[0] != counts[1]:
             raise ConfigurationError(
-                f"CKA needs equal numbers of tokens, but {encoder.name} has {counts[0]} and "
-                f"{other.name} has {counts[1]}. Set probe.compare_to to an encoder with the same "
-                "patch size and number of registers"
+                f"{encoder.name} has {counts[0]} tokens and {other.name} has {counts[1]}, but CKA "
+                "needs equal numbers. Set probe.compare_to to an encoder with the same patch size "
+                "and number of registers"
             )
         cka = cka_matrix(outputs, other_outputs, other.name)
         details = {"other": other.name, "other_sha256": other.sha256}
