@@ -87,7 +87,7 @@ _ATTENTIVE_GUESSES = (
 class ImageRegression(LogisticRegression):
     """Logistic regression on one feature vector per image.
 
-    The training stops at the same gradient tolerance as scikit-learn's LogisticRegression.
+    The training stops at a gradient tolerance of 1e-4, the default of scikit-learn.
     """
 
     c_values: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
@@ -162,8 +162,8 @@ class LinearClassification(Probe):
         memory_gib: Memory limit for the features in GiB. If the vectors of all layers exceed it,
             the encoder processes the images several times. If the patches for attentive heads
             exceed it, they are stored on disk.
-        guesses: Texts about settings that the authors of the protocol do not specify, and about
-            differences from their code.
+        guesses: Notes in the results on settings that the authors of the protocol do not specify,
+            and on differences from their code.
     """
 
     protocol: str = "ssl_bench"
@@ -290,15 +290,8 @@ class LinearClassification(Probe):
     ) -> Iterator[Score]:
         """Train linear heads on one random sample of training images, and yield their scores.
 
-        Args:
-            context: Inputs of the probe, such as the device.
-            spec: Properties of the heads, such as the number of classes.
-            draws: All random samples (draws) of training images.
-            facet: Kind of feature that the heads receive, such as the [CLS] token.
-            groups: Groups of layers. The heads of a group receive the features of all its layers.
-            train: Features and classes of the training images.
-            val: Features and classes of the scored images.
-            draw: The random sample of training images to use.
+        `draw` is one of the random samples in `draws`. The heads of each group of layers in
+        `groups` receive the features of all its layers. `facet` is the kind of feature.
         """
         stored = StoredFeatures(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
@@ -372,15 +365,9 @@ class LinearClassification(Probe):
     ) -> Iterator[Score]:
         """Train attentive heads on one random sample of training images, and yield their scores.
 
-        Each layer has its own heads, which learn to pool the patches of an image.
-
-        Args:
-            pool: Settings of the pooling and its training.
-            training_pass: Pass of the training images through the encoder.
-            features: Patch features of the training images.
-            labels: Class of each training image.
-            draws: All random samples (draws) of training images.
-            draw: The random sample of training images to use.
+        Each layer has its own heads, which learn to pool the patches of an image. `features` are
+        the patch features of the training images, and `draw` is one of the random samples in
+        `draws`.
         """
         context = training_pass.context
         val_images = self.scored_images(context.dataset)

@@ -158,7 +158,9 @@ class Correspondence(Probe):
         super().__post_init__()
         require_nonempty("probe.alphas", self.alphas)
         if len(set(self.metrics)) < len(self.metrics):
-            raise ConfigurationError(f"probe.alphas contains a value twice: {list(self.alphas)}")
+            raise ConfigurationError(
+                f"probe.alphas must contain each value only once, got {list(self.alphas)}"
+            )
 
     @property
     def resize(self) -> Resize:

@@ -261,14 +261,12 @@ def count_image_detections(
 def _box_iou(
     found: Float64[np.ndarray, "found 4"], true: Float64[np.ndarray, "true 4"]
 ) -> Float64[np.ndarray, "found true"]:
-    """Return the IoU of each found box with each true box. Boxes are (x0, y0, x1, y1)."""
     ious = coco_mask.iou(_xyxy_to_xywh(found), _xyxy_to_xywh(true), [0] * len(true))
     # pycocotools returns an empty list if there are no boxes.
     return np.asarray(ious, np.float64).reshape(len(found), len(true))
 
 
 def _xyxy_to_xywh(boxes: Boxes) -> Boxes:
-    """Convert boxes (x0, y0, x1, y1) to (x0, y0, width, height), as pycocotools expects them."""
     # pycocotools reads the memory in C order.
     sizes = boxes.copy(order="C")
     sizes[:, 2:] -= sizes[:, :2]

@@ -72,7 +72,7 @@ _UNDEFINED = {
     "register_patch_cosine": "the encoder has no registers",
     "position_r2": "each image has a single patch",
 }
-# Parts into which the position regression splits the images.
+# The images are split into these three sets to fit and score the position regression.
 _PARTS = ("train", "selection", "test")
 # Fraction of all images that are in "selection". The fraction in "test" is the same.
 _HOLDOUT = 0.2
@@ -212,12 +212,8 @@ class Geometry(Probe):
         """Encode random views of some images. Return their feature vectors by layer and facet.
 
         A facet is a kind of feature, such as the [CLS] token. The vectors are in CPU memory.
-
-        Args:
-            context: Inputs of the probe.
-            images: All images of the dataset.
-            indices: Indices of the images whose views are encoded.
-            journal: File with the vectors that a killed run has already computed.
+        `indices` selects the images. `journal` contains the vectors of images that a killed run has
+        already encoded.
         """
         # For each image: one tensor of layers x views x dim for each facet.
         vectors: dict[int, list[Tensor]] = {
@@ -261,8 +257,8 @@ class Geometry(Probe):
     ) -> "ImageStatistics":
         """Encode the central square of every image, and collect statistics of the features.
 
-        `subsets` contains the indices of the images for each part of the probe, such as "test" for
-        the position regression.
+        `subsets` contains the indices of images from `draw_subsets`. For example, the position
+        regression is scored on the images in "test".
         """
         encoder = context.encoder
         available = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
@@ -291,10 +287,7 @@ class Geometry(Probe):
     ) -> Iterator[Score]:
         """Yield the scores of the image vectors of one layer and facet (kind of feature).
 
-        Args:
-            cell: The layer and the facet.
-            statistics: Statistics of the vectors of central squares.
-            views: Vectors of the random crops of some images, for LiDAR and alignment.
+        `statistics` describes the central squares. `views` contains the vectors of random crops.
         """
         moments = statistics.moments[cell]
         count, dim = moments.count, len(moments.mean)
@@ -319,7 +312,6 @@ class Geometry(Probe):
     def _token_scores(
         self, layer: int, statistics: "ImageStatistics", context: ProbeContext
     ) -> Iterator[Score]:
-        """Yield the scores of the patch tokens of one layer, such as the share of outliers."""
         cell, encoder = (layer, "token"), context.encoder
         outliers = statistics.per_image[layer, "outlier_share"].double().numpy()
         count = len(outliers)
@@ -391,7 +383,7 @@ def _score(
 
 
 def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[int]]:
-    """Choose random images for each part of the probe, and return their indices.
+    """Choose random images for each purpose, and return their indices by purpose.
 
     Returns:
         Indices in ascending order under five keys. The images in "views" are encoded as random

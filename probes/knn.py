@@ -61,7 +61,7 @@ class KNN(Probe):
             the encoder processes the images several times.
         engine: Search engine: "faiss" or "torch". "auto" uses faiss for many images on a CPU.
             The two engines find the same neighbours.
-        guesses: Texts about differences between the preset and the code of its authors.
+        guesses: Notes in the results on differences between the preset and its authors' code.
 
     Source: `eval_knn.py` of https://github.com/facebookresearch/dino, which scores only the last
     block.
@@ -212,14 +212,8 @@ class KNN(Probe):
     ) -> Iterator[Score]:
         """Classify images by votes of their nearest training images, and yield the accuracies.
 
-        Args:
-            context: Inputs of the probe, such as the device.
-            layer: Layer of the features.
-            facet: Kind of feature, such as the [CLS] token.
-            queries: Features and classes of the scored images.
-            num_classes: Number of classes.
-            memory_bank: Features and classes of the training images.
-            neighbours: Numbers k of nearest training images that vote. Each has its own scores.
+        `queries` contains the scored images, and `memory_bank` the training images. There are
+        separate accuracies for each number of voting images in `neighbours`.
         """
         ranks = knn_ranks(
             queries.to(context.device),

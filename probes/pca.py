@@ -165,7 +165,7 @@ class PCA(Probe):
 
     @property
     def figure_folder(self) -> str:
-        """Return the name of the folder for figures. It contains `align_to`, if that is set."""
+        """Return the folder name for figures. The name contains `align_to`, if it is set."""
         if self.align_to is None:
             return self._unaligned_folder
         return f"{self._unaligned_folder}-as-{file_name('-'.join(Path(self.align_to).parts[-2:]))}"
@@ -224,17 +224,10 @@ class PCA(Probe):
         samples: Sequence[Sample],
         layers: Sequence[int],
     ) -> tuple[dict[int, list[PatchFeatures]], dict[int, Moments]]:
-        """Compute the patch features of images, and return them by layer.
+        """Compute the patch features of `samples`, the images to draw, and return them by layer.
 
-        Args:
-            context: Inputs of the probe, such as the encoder.
-            images: All images of the dataset.
-            samples: The images to draw.
-            layers: Layers whose features are computed.
-
-        Returns:
-            The features of the images to draw, and the moments (mean and covariance) of all images
-            in the dataset. The moments are empty unless `protocol` is "dataset".
+        Also return the moments (mean and covariance) of the features of all images in the dataset.
+        The moments are empty unless `protocol` is "dataset".
 
         Raises:
             CheckpointError: Features are not finite.
@@ -319,13 +312,9 @@ class PCA(Probe):
         Also save reference maps, so that the maps of other encoders can be drawn in similar
         colours.
 
-        Args:
-            context: Inputs of the probe, such as the output folder.
-            blocks: Principal components and maps of each block.
-            samples: The images to draw.
-            reference: A map for each image. The colours are aligned with these maps. If None, they
-                are aligned with the last block of the encoder whose map of the image is not
-                constant.
+        Colours are aligned with the maps in `reference`, one for each image. If `reference` is
+        None, they are aligned with the map of the image from the encoder's last block. If this map
+        is constant, an earlier block is used.
         """
         folder = context.artifacts / self.figure_folder
         # For each image, the last map that is not constant.
@@ -682,7 +671,7 @@ def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
         if len(folders) == 1:
             return folders[0]
     raise ConfigurationError(
-        f"probe.align_to must be a folder with {REFERENCE_FILE}, or the name of one checkpoint in "
-        f"{artifacts.parent} that has maps of the same images in a folder {figure_folder!r}, got "
-        f"{align_to!r} (available: {', '.join(dict.fromkeys(known)) or 'none'})"
+        f"probe.align_to must be a folder with {REFERENCE_FILE} or the name of one checkpoint, got "
+        f"{align_to!r}. Checkpoints in {artifacts.parent} with maps of the same images in a folder "
+        f"{figure_folder!r}: {', '.join(dict.fromkeys(known)) or 'none'}"
     )

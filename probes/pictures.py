@@ -215,7 +215,6 @@ def save_png(image: Image.Image, path: Path, text: PngInfo | None = None) -> Non
 
 
 def _text_width(text: str) -> float:
-    """Return the width of a text in a figure, in pixels."""
     return _font(text).getlength(text)
 
 

@@ -82,8 +82,8 @@ class Retrieval(Probe):
         engine: Library that finds neighbours, "faiss" or "torch". "auto" selects faiss for large
             searches on a CPU. The similarities that faiss and torch compute may differ in the last
             bit.
-        guesses: Texts about settings that the authors of the protocol do not specify, and about
-            differences from their settings.
+        guesses: Notes in the results on settings that the authors of the protocol do not specify,
+            and on differences from their settings.
 
     The protocol "hbird" adds the metric "miou_matched" of
     https://github.com/vpariza/open-hummingbird-eval: mean IoU after matching the predicted classes

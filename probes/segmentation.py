@@ -178,9 +178,9 @@ class Segmentation(Probe):
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Texts about settings that the authors of the protocol do not specify, and about
-            differences from the published protocol. $NAME is replaced by the value of the setting
-            NAME.
+        guesses: Notes in the results on settings that the authors of the protocol do not specify,
+            and on differences from the published protocol. $NAME is replaced by the value of the
+            setting NAME.
     """
 
     protocol: str = "ssl_bench"
@@ -393,7 +393,8 @@ class SegmentationRun:
             names = [self.scored_images.class_names[number] for number in classes]
             raise DataError(
                 f"the training masks of {self.training_pass.images.name} contain "
-                f"{'only ' + names[0] if names else 'no class'}, expected at least two classes"
+                f"{'only ' + names[0] if names else 'no class'}, expected at least two classes. "
+                "Check the masks"
             )
         return self._train_on(features, entries)
 
@@ -585,13 +586,8 @@ class SegmentationRun:
         metric "miou_oracle" scores the head with the highest mean IoU on the scored images. The
         other metrics score the head that was selected on held-out images, if there are any.
 
-        Args:
-            index: Index of the source.
-            heads: The heads of all sources.
-            counts: Pixel counts of all scored images.
-            head_index: Index of the selected head.
-            miou_held_out: Mean IoU of each head on the held-out images.
-            shared_details: Details that all scores share.
+        `index` is the index of the source, and `head_index` that of the selected head. `counts`
+        contains the pixel counts of all scored images.
         """
         training, source = self.probe.training, self.sources[index]
         values, hyperparameter = training.values, training.hyperparameter
@@ -626,7 +622,6 @@ class SegmentationRun:
             yield mask_score(cell, metric, counts, (index, choice), names, details)
 
     def _shared_details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
-        """Return details to store with every score, such as the number of training images."""
         num_held_out = len(self.split.held_out)
         is_ignored = ~features.has_label[:: self.probe.views, :IGNORE_INDEX].any(1)
         num_trained = len(self.split.indices) - (0 if self.probe.training.refit else num_held_out)
@@ -646,8 +641,8 @@ class SegmentationRun:
     def _draw_panels(self, heads: TrainedHeads, head_indices: Sequence[int]) -> None:
         """Save a figure of some images: photograph, ground truth, predictions and a legend.
 
-        If the predictions of an image are not in memory, they are computed again. This happens if a
-        killed run has scored it, or if it was scored before the learning rate or C was selected.
+        Predictions that are not in memory are computed again. This happens if a killed run has
+        scored the image, or if it was scored before the learning rate or C was selected.
 
         `head_indices` contains the index of the selected learning rate or C of each source (layer
         or group of layers).

@@ -166,7 +166,7 @@ def _variances(moments: Moments) -> Float64[Tensor, " values"]:
 def _eigenvalues(matrix: Float64[Tensor, "dim dim"], limit: int) -> Float64[Tensor, " values"]:
     """Return the `limit` largest eigenvalues of a positive semidefinite matrix, largest first.
 
-    Values that rounding cannot distinguish from zero are set to 0.
+    Values that are zero up to rounding errors are set to 0.
     """
     values = torch.linalg.eigvalsh(matrix).flip(0)[:limit]
     rounding_error = len(matrix) * torch.finfo(torch.float64).eps * values[0]

@@ -156,7 +156,7 @@ class Attention(Probe):
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder for figures. It contains `image_size`, if that is set."""
+        """Return the folder name for figures. The name contains `image_size`, if it is set."""
         return self.protocol if self.image_size is None else f"{self.protocol}-{self.image_size}px"
 
     def list_figures(

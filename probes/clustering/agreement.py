@@ -141,7 +141,7 @@ def match_clusters(table: Table) -> Assignment:
 def majority_classes(table: Table) -> Assignment:
     """Return the most frequent class of each cluster. Several clusters may share a class.
 
-    If clusters predict these classes, the scores increase with the number of clusters. They are
+    Scores that use these classes as predictions increase with the number of clusters, and are
     perfect if each image has its own cluster.
     """
     return table.argmax(-1)
@@ -240,7 +240,6 @@ def _flatten_cells(table: Table) -> Int64[np.ndarray, "*tables cells"]:
 
 
 def _has_classes(table: Table) -> np.ndarray | np.bool_:
-    """Return whether at least two classes occur in a contingency table."""
     return (table.sum(-2) > 0).sum(-1) > 1
 
 
@@ -335,8 +334,8 @@ def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 def _expand_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
     """Approximate the expected value of x / total * log(x * total / (row * col)) for each cell.
 
-    The random count x of a cell must have a large mean. The approximation is a Taylor series with
-    three terms around this mean.
+    The approximation is a Taylor series with three terms around the mean of the random count x. It
+    is accurate only if this mean is large.
     """
     mean, variance = row * col / total, _variance(row, col, total)
     skew = variance * (total - 2 * row) * ((total - 2 * col) / total) / (total - 2)
@@ -370,8 +369,7 @@ def _sum_tail(
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
     """Compute the sum of (1 - share)^(r - total + 1) / r over all integers r >= total.
 
-    The sum is part of an entropy estimate, for the values that the sample does not contain. It is
-    computed as an integral.
+    `estimate_entropy` needs this sum for values that the sample does not contain.
     """
     v = np.linspace(-50, 5, 500)
     s, rest = np.exp(v) / total[..., None], 1 - share[..., None]
@@ -407,8 +405,8 @@ def interval_warnings(table: Table, images: int) -> list[str]:
 def image_intervals(table: Table) -> dict[str, Interval | None]:
     """Return the 95 % confidence intervals of "ami" and "ari" for clustered images.
 
-    Other metrics have no interval, because they are strongly biased for few images. An interval
-    would not contain the value for very many images.
+    Other metrics have no interval, because they are strongly biased if there are few images. An
+    interval would not contain their limits for infinitely many images.
     """
     cells = np.argwhere(table)
     repeats = table[tuple(cells.T)]
@@ -490,10 +488,10 @@ def _estimate_limit(table: Table) -> Scores:
 
 
 def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
-    """Return a confidence interval around a score and its bias-corrected value.
+    """Return a confidence interval that contains a score and its bias-corrected value.
 
-    It extends beyond both values by `jackknife.margin`. It is clipped to the possible values of the
-    metric `name`.
+    It begins `jackknife.margin` below the smaller of the two values, and ends `jackknife.margin`
+    above the larger one. It is clipped to the possible values of the metric `name`.
     """
     center = jackknife.value + jackknife.correction
     return _span_interval(name, jackknife, center, jackknife.margin)

@@ -177,11 +177,8 @@ class Clustering(Probe):
     def _require_at_most(self, most: int, classes: int, items: str, advice: str) -> None:
         """Raise a ConfigurationError if there would be more clusters than items to cluster.
 
-        Args:
-            most: Number of items, which are images or patches.
-            classes: Number of classes.
-            items: Description of the items for the error message.
-            advice: End of the error message, which says how to get more items.
+        `most` is the number of items, which are images or patches. The error message calls them
+        `items`, and ends with `advice`, which says how to get more of them.
         """
         if (clusters := max(self.cluster_factors) * classes) > most:
             raise ConfigurationError(
@@ -267,7 +264,6 @@ class Clustering(Probe):
                     yield from self._scores(cell, factor, table, intervals, len(val), more)
 
     def _image_size(self, context: ProbeContext) -> int:
-        """Return the side in pixels of the square images that the encoder receives."""
         return self.resize.square_side(context.encoder.native_size)
 
     def _extract_training_patches(
@@ -375,13 +371,8 @@ class Clustering(Probe):
     ) -> Iterator[Score]:
         """Yield the scores of all metrics for one block, facet and number of clusters per class.
 
-        Args:
-            cell: The block and the facet (kind of feature, such as keys).
-            factor: Number of clusters per class.
-            table: Contingency table of clusters and classes.
-            intervals: Confidence intervals by metric.
-            num_images: Number of scored images.
-            details: Further details to store with the scores.
+        `cell` is the block and the facet (kind of feature), and `factor` is the number of clusters
+        per class. `table` is the contingency table, and `intervals` are given by metric.
         """
         baselines = image_independent_baselines(table, self.metrics(factor))
         more = {

@@ -214,13 +214,8 @@ class Conditioning(Probe):
     ) -> Iterator[Score]:
         """Yield the scores of the attention matrices and of the outputs of attention and MLP.
 
-        Then save all singular values and the matrix of CKA between all blocks as files.
-
-        Args:
-            context: Inputs of the probe.
-            records: Inputs and outputs of the blocks, by layer.
-            stem: Beginning of the paths of the files.
-            cka: The matrix of CKA.
+        Then save all singular values and the matrix of CKA between all blocks as files. The paths
+        of the files begin with `stem`. `records` contains the inputs and outputs of the blocks.
         """
         spectra: dict[str, Any] = {}
         for layer in context.progress(records, "blocks", len(records)):
@@ -267,8 +262,9 @@ class Conditioning(Probe):
         counts = [next(iter(tokens.values())).shape[1] for tokens in (outputs, other_outputs)]
         if counts[0] != counts[1]:
             raise ConfigurationError(
-                f"CKA needs encoders with the same patch size and registers, but {encoder.name} "
-                f"has {counts[0]} tokens and {other.name} has {counts[1]}"
+                f"{encoder.name} has {counts[0]} tokens and {other.name} has {counts[1]}, but CKA "
+                "needs equal numbers. Set probe.compare_to to an encoder with the same patch size "
+                "and number of registers"
             )
         cka = cka_matrix(outputs, other_outputs, other.name)
         details = {"other": other.name, "other_sha256": other.sha256}
@@ -336,11 +332,8 @@ class Conditioning(Probe):
 def _initialise(encoder: Encoder, seed: int) -> Encoder:
     """Return a copy of the encoder with new initial weights, as at the start of its pretraining.
 
-    The encoder must be a checkpoint of `ssl-bench pretrain`.
-
-    Args:
-        encoder: The trained encoder.
-        seed: Seed of the random weights.
+    The encoder must be a checkpoint of `ssl-bench pretrain`, whose configuration is known. `seed`
+    determines the random weights.
     """
     if not isinstance(encoder.module, EncoderModule):
         raise ConfigurationError(

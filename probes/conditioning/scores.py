@@ -82,7 +82,7 @@ def make_score(
     num_images: int,
     details: Mapping[str, Any],
 ) -> Score:
-    """Return a `Score` without a unit. If the value is NaN, its details state the reason."""
+    """Return a `Score` without a unit. If it is NaN, the details of the score state the reason."""
     if np.isnan(value):
         reasons = [_UNDEFINED[name] for name in _UNDEFINED if metric.startswith(name)]
         details = {**({"undefined": reasons[0]} if reasons else {}), **details}
@@ -92,8 +92,8 @@ def make_score(
 def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
     """Return a score with the median of a metric over images and heads.
 
-    `numbers` contains the value for each image and head. They are also stored in the details of the
-    score. Further keyword arguments become details, too.
+    `numbers` contains the values for all images and heads. They and all further keyword arguments
+    are stored in the details of the score.
     """
     value, ci95 = median_with_ci95(numbers)
     more = {"per_image": numbers.tolist(), **details}
@@ -309,14 +309,9 @@ def _term_scores(
 ) -> list[Score]:
     """Score the spectral norms of the two terms of the attention Jacobian, and their ratio.
 
-    The term "dominant" keeps the attention matrices fixed, and "perturbation" keeps the values
-    fixed. The ratio is perturbation / dominant.
-
-    Args:
-        layer: Index of the block.
-        norms: Spectral norms by term, for each image.
-        suffix: Text that is appended to the names of the metrics.
-        details: Further details to store with the scores.
+    The term "dominant" is the derivative with fixed attention matrices, and "perturbation" is the
+    derivative with fixed values. The ratio is perturbation / dominant. `norms` contains the norms
+    of each term for all images. `suffix` is appended to the names of the metrics.
     """
     if "perturbation" not in norms:
         return []

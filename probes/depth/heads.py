@@ -310,10 +310,10 @@ class PositiveSums(torch.autograd.Function):
 def _corners(
     padded: Float[Tensor, "maps tall wide bins"], maps: slice, rows: slice
 ) -> list[Float[Tensor, "some_maps some_rows cell_cols bins"]]:
-    """Return the values of the patches at each of the four corners of some cells.
+    """Return the values at the upper left, upper right, lower left and lower right of some cells.
 
-    A cell is the area between the centres of four patches. `maps` selects some maps, and `rows`
-    selects some rows of cells. The results are tensor views of `padded`.
+    A cell is the area between the centres of four patches, which are its corners. `maps` selects
+    maps, and `rows` selects rows of cells. The results are tensor views of `padded`.
     """
     above, below = padded[maps, rows], padded[maps, rows.start + 1 : rows.stop + 1]
     return [side for row in (above, below) for side in (row[:, :, :-1], row[:, :, 1:])]

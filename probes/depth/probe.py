@@ -119,9 +119,9 @@ class Depth(Probe):
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Texts about settings that the authors of the protocol do not specify, and about
-            differences from the published protocol. $NAME is replaced by the value of the setting
-            NAME.
+        guesses: Notes in the results on settings that the authors of the protocol do not specify,
+            and on differences from the published protocol. $NAME is replaced by the value of the
+            setting NAME.
 
     Source: Oquab et al., "DINOv2: Learning Robust Visual Features without Supervision",
     https://arxiv.org/abs/2304.07193, section 7.4.
@@ -351,8 +351,8 @@ class DepthRun:
     def mean_depth(self, depths: Float[Tensor, "images rows cols"]) -> Float[Tensor, "rows cols"]:
         """Return the mean depth map over images, which a baseline predicts for every image.
 
-        At each position, the mean is over the images with a known depth there. If no image has one,
-        the mean over all positions is used.
+        At each position, only images with a known depth there are averaged. If there are none, the
+        mean over all positions is used.
         """
         is_known = self.training.is_known(depths)
         mean = (depths * is_known).sum(0) / is_known.sum(0)
@@ -429,7 +429,6 @@ class DepthRun:
     def _predict(
         self, heads: DepthHeads, batch: "EncodedBatch"
     ) -> list[Float[Tensor, "rates images rows cols"]]:
-        """Return the depth maps that the heads of each source (group of layers) predict."""
         return [
             heads.predict(
                 index,
@@ -454,12 +453,8 @@ class DepthRun:
         "delta1_oracle" uses the learning rate with the highest delta1 on the scored images. The
         other metrics use the learning rate that was selected on held-out images, if there are any.
 
-        Args:
-            index: Index of the source.
-            head_index: Index of the selected learning rate.
-            metrics: Depth metrics of all images, sources and learning rates.
-            baseline: Depth metrics of the baseline for each image.
-            details: Further details to store with the scores.
+        `index` is the index of the source, and `head_index` that of the selected learning rate.
+        `metrics` contains the depth metrics of all images, sources and learning rates.
         """
         rates = list(self.probe.learning_rates)
         best = int(metrics[:, index, :, 0].mean(0).argmax())
@@ -559,7 +554,7 @@ class EncodedBatch:
 
 def _require_depth(sample: Sample) -> Float32[np.ndarray, "height width"]:
     if sample.depth is None:
-        raise DataError(f"{sample.image_id} has no depth map, expected one for every image")
+        raise DataError(f"{sample.image_id} has no depth map, expected one for every image. Add it")
     return sample.depth
 
 

@@ -65,7 +65,7 @@ class Journal:
 
     @cached_property
     def entries(self) -> list[dict[str, Any]]:
-        """Return the entries that earlier processes wrote to the file, for example a killed run.
+        """Return the entries that earlier runs, such as a killed run, wrote to the file.
 
         Tensors are in CPU memory.
         """
@@ -111,7 +111,8 @@ class Journal:
         """Add an entry to the journal. If `is_due` returns true, write all unwritten entries.
 
         Args:
-            entry: Dictionary of JSON types and tensors. Do not modify the dictionary afterwards.
+            entry: Dictionary of JSON types and tensors. Do not modify it afterwards,
+                because it may be written later.
 
         Raises:
             MachineError: The file cannot be written.

@@ -98,8 +98,8 @@ class StoredFeatures:
         labels: Label map of each entry.
         has_label: Whether each label from 0 to 255 occurs in each entry. Empty if each entry has a
             single label.
-        scales: Factors that restore the features if `features` is multiplied by them. None if all
-            factors are 1.
+        scales: Factors that `features` must be multiplied by to restore the original features. None
+            if all factors are 1.
         tier: Where `features` are stored: "memory" or "disk".
         passes: Number of times that this run has encoded all training images. It is 0 if an earlier
             run has stored the features.
@@ -249,12 +249,12 @@ class TrainingPass:
             tier: Storage of the features. "memory" computes them in this call and keeps them in
                 memory. "disk" writes them to a file in this call, unless an earlier run has done
                 so. "stream" recomputes them each time they are read. "auto" selects the first of
-                these that fits its limit. It also selects "disk" if an earlier run has stored the
-                features but they do not fit into memory.
+                these that fits its limit. Features that an earlier run has stored on the disk
+                always fit there.
             memory_gib: For "auto", the maximum size of features and labels in memory in GiB. None
                 for half of the free memory.
-            disk_gib: For "auto", their maximum size on the disk in GiB. None for half of the free
-                space.
+            disk_gib: For "auto", the maximum size of features and labels on the disk in GiB. None
+                for half of the free space.
 
         Raises:
             CheckpointError: A feature is not finite.

@@ -375,10 +375,9 @@ class ScaledCrops(ViewTransform):
 
     Each crop is mirrored with probability 0.5.
 
-    The shorter side of the resized image is a random factor times the side of the crop. If the
-    aspect ratio of the image is above 4, its longer side gets four times this length instead. If
-    the resized image is smaller than the crop, the rest of the crop is filled with the mean colour
-    and ignored in the mask.
+    The image is resized so that its shorter side is a random factor times the side of the crop. The
+    longer side is limited to four times this length. If the resized image is smaller than the crop,
+    the rest of the crop is filled with the mean colour and ignored in the mask.
 
     Attributes:
         count: Number of crops of each image.
@@ -472,7 +471,7 @@ def image_and_mask(
         DataError: The sample has no mask.
     """
     if sample.mask is None:
-        raise DataError(f"{sample.image_id} has no mask, expected a mask for every image")
+        raise DataError(f"{sample.image_id} has no mask, expected a mask for every image. Add it")
     pixels = torch.from_numpy(np.ascontiguousarray(sample.image.transpose(2, 0, 1)))
     return pixels.float().div_(255), torch.from_numpy(sample.mask)
 

@@ -34,8 +34,8 @@ class AttentivePooling:
     """Training of attentive heads, which pool the patches of an image with learned queries.
 
     The heads are trained with the optimizer `LARS`. The authors of Efficient probing train for 90
-    epochs of random crops with batches of 4,096 images. The learning rate is a base rate between
-    0.1 and 1.5, times batch size / 256.
+    epochs of random crops with batches of 4,096 images. The authors' learning rates are 0.1 to 1.5
+    times batch size / 256.
 
     Attributes:
         queries: Number of queries of each head, which must divide the encoder's number of channels.

@@ -317,7 +317,7 @@ def summed_logsumexp(
     and the cells have at most 32 x 32 pixels. Otherwise, PyTorch computes them.
 
     Args:
-        logits: Logits of the patches. The largest logit of each patch must be 0.
+        logits: Logits of the patches. To avoid overflow, the largest logit of a patch must be 0.
         pixel_weights: Weight of each pixel in the sum. Pixels are grouped by cells. A cell is the
             area between four patch centers. Its pixels are in row-major order.
 

@@ -97,8 +97,9 @@ def predict_pixels_exactly(
 
     All products and sums are rounded to float32 in a fixed order. If several classes have the
     largest logit, the class with the largest single patch logit wins, then the smallest class
-    number. All logits must be finite and smaller than 1e30 in magnitude. Each thread computes whole
-    groups of heads, because single operations are too small to be divided among threads.
+    number. All logits must be finite. Their magnitude must be below 1e30, because differences could
+    overflow otherwise. Each thread computes whole groups of heads, because single operations are
+    too small to be divided among threads.
     """
     y, x = Axis.divide(height, logits.shape[1]), Axis.divide(width, logits.shape[2])
     threads = torch.get_num_threads()
@@ -322,13 +323,7 @@ def _fill_blocks(
     """Predict the class of each pixel in some blocks of pixels, and write it into `predicted`.
 
     Return the pixels whose two largest logits are so close that rounding can change their order.
-    They are given as indices into the flattened `predicted`.
-
-    Args:
-        predicted: Predicted classes of all pixels.
-        blocks: The blocks. In each of them, several classes can have the largest logit.
-        y: Vertical axis of the image.
-        x: Horizontal axis of the image.
+    They are given as indices into the flattened `predicted`. `y` and `x` are the axes of the image.
     """
     num_blocks = max(1, _PIECE_PIXELS // (y.max_block_size * x.max_block_size))
     size = num_blocks * y.max_block_size * x.max_block_size
@@ -354,13 +349,9 @@ def _fill_blocks(
 def _find_largest(blocks: UndecidedBlocks, y: Axis, x: Axis, buffers: Sequence[Tensor]) -> None:
     """Compute the two largest logits of each pixel in some blocks, and the class of the largest.
 
-    Args:
-        blocks: The blocks of pixels, with the classes that can have the largest logit.
-        y: Vertical axis of the image.
-        x: Horizontal axis of the image.
-        buffers: Five tensors: value, largest, second, label and candidate. Each has the shape
-            height x width x blocks. The results are written to largest, second and label. The
-            others are for intermediate results.
+    `buffers` are five tensors of shape height x width x blocks: value, largest, second, label and
+    candidate. The results are written to largest, second and label. Value and candidate are for
+    intermediate results. `y` and `x` are the axes of the image.
     """
     value, largest, second, label, candidate = buffers
     below = y.node_weights.index_select(1, blocks.row)[:, None]
@@ -402,11 +393,8 @@ def _apply_definition(
 ) -> UInt8[Tensor, " pixels"]:
     """Predict the classes of some pixels by upsampling their logits in an exactly defined way.
 
-    Args:
-        logits: Logits of the patches. Their weighted sums are rounded to float32 in a fixed order.
-        pixels: Indices of the pixels in the flattened maps of all heads.
-        y: Vertical axis of the image.
-        x: Horizontal axis of the image.
+    The weighted sums of patch logits are rounded to float32 in a fixed order. `pixels` are indices
+    into the flattened maps of all heads. `y` and `x` are the axes of the image.
     """
     head, row, col = pixels // (y.size * x.size), pixels // x.size % y.size, pixels % x.size
     total, highest = torch.zeros(1), torch.tensor(-torch.inf)

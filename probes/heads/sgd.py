@@ -278,8 +278,8 @@ def concatenate_layers(
 ) -> Float[Tensor, "sources batch rows cols source_dim"]:
     """Concatenate the channels of the layers of each source (group of layers).
 
-    All sources must have the same number of layers. The layers of a source must be adjacent in
-    `blocks`.
+    `blocks` contains the layers of the first source, then those of the second, and so on. All
+    sources must have the same number of layers.
     """
     by_source = blocks.unflatten(0, (num_sources, -1))
     return by_source.movedim(1, -2).flatten(-2)
@@ -358,9 +358,9 @@ class RunningStatistics:
             self.num_images = total
 
     def standardization(self, num_sources: int, device: torch.device) -> Standardization:
-        """Return the mean and scale of each channel, grouped by source.
+        """Return the mean and scale of each channel, grouped by source (group of layers).
 
-        A source is a group of layers, which must be adjacent in the statistics.
+        The statistics begin with the layers of the first source, then those of the second follow.
         """
         deviation = ((self.within + self.between) / self.num_images).sqrt()
         # A smaller deviation is a rounding error of float16 features, which a division would

@@ -366,7 +366,7 @@ class Instances(Probe):
 
         Args:
             shape: Height and width of the image.
-            scale: Ratio of the returned size to the usual size.
+            scale: Factor that resizes the image, one value of the setting `scales`.
             native: Native size of the encoder.
             patch_size: Side of a patch in pixels. The results are multiples of it.
         """
@@ -416,7 +416,6 @@ class Instances(Probe):
     def _require_matches(
         self, queries: list[Query], database: Indices, images: ImageSet
     ) -> list[Query]:
-        """Return the queries, or raise a DataError if no query has a match in the database."""
         is_in_database = np.zeros(len(images), bool)
         is_in_database[database] = True
         for query in queries:
@@ -448,12 +447,8 @@ class Instances(Probe):
     ) -> Iterator[Score]:
         """Yield the scores of all metrics for one block, facet and level of difficulty.
 
-        Args:
-            layer: Index of the block.
-            facet: Kind of feature, such as the [CLS] token.
-            difficulty: Suffix of the metric names, such as "_hard".
-            query_scores: Scores of each query. None for queries without a match.
-            details: Further details to store with the scores.
+        A facet is a kind of feature, such as the [CLS] token. `difficulty` is the suffix of the
+        metric names, such as "_hard". `query_scores` contains None for queries without a match.
         """
         scored = [score for score in query_scores if score is not None]
         details = {**details, "queries_without_match": len(query_scores) - len(scored)}

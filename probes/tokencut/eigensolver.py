@@ -139,7 +139,9 @@ def cosine_similarities(
     largest = np.abs(features).max(1, initial=0.0, keepdims=True)
     num_broken = int((~np.isfinite(largest)).sum())
     if num_broken:
-        raise DataError(f"features must be finite, {num_broken} of {len(features)} tokens are not")
+        raise DataError(
+            f"{num_broken} of {len(features)} tokens are not finite. Check the features"
+        )
     # Scaling by a power of two causes no rounding error, and prevents overflow and underflow of
     # squares.
     scaled = np.ldexp(features, -np.frexp(largest)[1])

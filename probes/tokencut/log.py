@@ -171,7 +171,6 @@ class DiscoveryLog:
         self._merge(entry)
 
     def _merge(self, entry: dict[str, Any]) -> None:
-        """Add the objects of an entry to the result of its image."""
         values = {name: entry[name] for name in entry.keys() - {"image", "entry"}}
         earlier = self.results.get(entry["image"])
         cells, grids = (earlier.cells, earlier.grids) if earlier else ({}, {})

@@ -234,7 +234,9 @@ class Tracking(Probe):
             frame for all frames. The second contains the result of each layer and facet.
         """
         if video.frames is None or video.mask is None:
-            raise DataError(f"expected a video whose first frame has a mask, got {video.image_id}")
+            raise DataError(
+                f"{video.image_id} must be a video whose first frame has a mask. Add this mask"
+            )
         first = np.where(video.mask == IGNORE_INDEX, 0, video.mask).astype(np.uint8)
         # The channel of an object is its position in this list. Channel 0 is the background.
         numbers = np.unique(np.append(first, np.uint8(0)))

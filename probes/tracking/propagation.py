@@ -173,10 +173,10 @@ def shrink_mask(
 def labels_to_mask(
     labels: PatchLabels, patch_size: int, size: tuple[int, int]
 ) -> UInt8[np.ndarray, "height width"]:
-    """Convert labels of patches to a mask. Each pixel gets the index of its largest channel.
+    """Convert labels of patches, with one channel for each label, to a mask of label numbers.
 
-    Each label has its own channel. Channels are interpolated bilinearly to the size of the
-    encoder's input. Each channel that is not constant is then scaled to [0, 1]. The map of indices
+    Channels are interpolated bilinearly to the size of the encoder's input. Each channel that is
+    not constant is then scaled to [0, 1]. A pixel gets the index of its largest channel. The mask
     is resized to `size`, the height and width of the video.
     """
     sides = [side * patch_size for side in labels.shape[:2]]
