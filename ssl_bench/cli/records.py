@@ -19,7 +19,7 @@ from ssl_bench.tables.entries import model_names
 from ssl_bench.tables.sheets import FORMATS, Table, as_parquet, default_format, render_tables
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
-"""Record fields by which flags of `table`, `compare` and `report` select records."""
+"""Record fields for which `table`, `compare` and `report` have a flag that selects records."""
 
 _MISMATCH = "does not match its record, or is a symbolic link"
 
@@ -145,7 +145,7 @@ def _filter_by(
     values = [value] if value in known else [word.strip() for word in value.split(",")]
     for one in values:
         if one not in known and any(_may_contain(store, path, one) for path in store.unreadable):
-            raise DataError(f"all records of --{name} {one} are unreadable")
+            raise DataError(f"all records of --{name} {one} are unreadable. Probe again")
     selected = [require_choice(name, one, known) for one in values]
     return [record for record in records if getattr(record, name) in selected]
 
@@ -192,9 +192,9 @@ def find_recorded_encoder(
 ) -> tuple[str, str]:
     """Find the encoder that `name` identifies, and return its id and its model name.
 
-    `name` may be the name of the encoder in tables, or the first digits of its id or of the SHA-256
-    of its weights. It may also be a checkpoint file, a run folder, or any other address for
-    `--checkpoint`.
+    `name` may be the name of the encoder in tables, the first digits of its id, or the first digits
+    of the SHA-256 of its weights. It may also be a checkpoint file, a run folder, or any other
+    address for `--checkpoint`.
 
     Raises:
         DataError: No encoder or more than one encoder in `records` matches.

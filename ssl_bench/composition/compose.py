@@ -153,7 +153,7 @@ def list_keys(config: Mapping[str, Any]) -> list[str]:
 def read_file(file: Path) -> dict[str, Any]:
     """Return the content of a YAML file of `configs/`.
 
-    Other files in its list `defaults`, which Hydra would merge, are not merged.
+    The files in its list `defaults` are not merged, although Hydra would merge them.
     """
     values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     return values
@@ -600,11 +600,11 @@ def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
 
 
 def fill_in_guesses(probe: Any, guesses: Sequence[str]) -> list[str]:
-    """Fill in the values of a probe's settings in texts that contain names such as "$epochs".
+    """Replace names such as "$epochs" in texts by the values of a probe's settings.
 
-    An example is "$epochs epochs over these crops". Each text states what we guess about a
-    published protocol where its authors state nothing. A text is left out if it contains a setting
-    that the probe does not have.
+    An example is "$epochs epochs over these crops". Each text states an assumption of ours about a
+    published protocol, because its authors do not state it. A text is left out if it contains a
+    setting that the probe does not have.
 
     Args:
         probe: The probe.

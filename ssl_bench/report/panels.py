@@ -133,11 +133,8 @@ def mute_checkpoints(
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
     """Return the properties that distinguish an encoder from others with the same model name.
 
-    The text is, for example, "depth 12, image size 224".
-
-    Args:
-        record: A stored score of the encoder.
-        namesakes: A stored score of each encoder with this model name.
+    The text is, for example, "depth 12, image size 224". `namesakes` contains a stored score of
+    each encoder with this model name.
     """
 
     def list_facts(other: Record) -> dict[str, str]:
@@ -211,8 +208,9 @@ class ScoreLine:
     def marked_entries(self) -> tuple[ScoreEntry, ...]:
         """The scores that are marked as best: the highest score, or several if they tie.
 
-        The tuple is empty if all of several blocks have the same score, or if `best_entry` is None.
-        Degenerate blocks, where too many images have an arbitrary result, are ignored.
+        The tuple is empty if there are several blocks and all have the same score, or if
+        `best_entry` is None. Degenerate blocks, where too many images have an arbitrary result, are
+        ignored.
         """
         if self.best_entry is None:
             return ()

@@ -254,11 +254,10 @@ class ImageCurve:
 
     @property
     def held_out_estimate(self) -> Estimate:
-        """Metric at blocks that are chosen on other images than those on which they are scored.
+        """Metric at blocks that are chosen on held-out images, by cross-validation.
 
-        This is a cross-validation. The images are split into folds, and each fold is scored with
-        the block that is best on the other folds. If no block may be reported as best, this is the
-        metric of the last block.
+        The images are split into folds, and each fold is scored with the block that is best on the
+        other folds. If no block may be reported as best, this is the metric of the last block.
         """
         return self._held_out[0]
 

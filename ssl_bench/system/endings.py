@@ -48,9 +48,9 @@ def handle_signals(
     """Use `handler` for the named signals in this context, then restore the previous handlers.
 
     Outside of the main thread, this function has no effect, because Python does not allow handlers
-    there. A SIGHUP that is already ignored stays ignored, as `nohup` expects. If another SIGHUP
-    arrives because the terminal was closed, output to it is redirected to /dev/null before
-    `handler` is called.
+    there. A SIGHUP that is already ignored stays ignored, as `nohup` expects. Otherwise, if SIGHUP
+    arrives because the terminal was closed, output to the terminal is redirected to /dev/null
+    before `handler` is called.
 
     Args:
         names: Names of signals, such as "SIGTERM". Signals that the system lacks are left out.
