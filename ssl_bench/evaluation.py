@@ -873,8 +873,9 @@ def adapt_image_size(
 
     Args:
         probe: The probe.
-        encoder: The encoder. If its blocks have different strides, the largest stride counts as the
-            patch size. The image size thus does not depend on which blocks are scored.
+        encoder: The encoder. If the distance between neighbouring tokens differs between blocks,
+            the largest distance counts as the patch size. The image size thus does not depend on
+            which blocks are scored.
         chosen_fields: Names of the fields that the user set.
 
     Raises:

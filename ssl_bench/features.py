@@ -364,7 +364,7 @@ class FeatureExtractor:
         """Install hooks that store features in `captured`, and remove the hooks on exit.
 
         Args:
-            captured: Dictionary that the hooks fill with features by layer and facet.
+            captured: Dictionary that the hooks fill with features by layer and kind of feature.
             grids: Numbers of rows and columns of patches, by layer.
             batch: Number of images.
         """
@@ -461,7 +461,7 @@ class FeatureExtractor:
             raise UnsupportedEncoderError(
                 f"{point.facet} of block {point.layer} of {self.encoder.name} has the shape "
                 f"{tuple(value.shape)} for {batch} images of {grid[0]} x {grid[1]} patches, "
-                "expected tokens (batch, tokens, channels) or a map of patches"
+                "expected tokens or a map of patches. Choose another facet"
             )
         self._layouts[point.layer, point.facet] = layout
         if layout == "tokens":

@@ -111,7 +111,7 @@ class Proportion:
         """Return the difference of the proportions `self` minus `other`, and its standard error.
 
         The adjusted Wald interval requires that two artificial images are added to the sample. One
-        is a hit only for `self`, and the other is a hit only for `other`.
+        is correct only for `self`, and the other is correct only for `other`.
         """
         total = len(self.hits) + 2
         gained = (int((self.hits & ~other.hits).sum()) + 1) / total

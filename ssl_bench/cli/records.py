@@ -109,7 +109,7 @@ def select_main_metrics(
 
 
 def select_tasks(task: str, records: Sequence[Record]) -> list[Record]:
-    """Return the records of the tasks in `task`, which is a comma-separated list or "all"."""
+    """Return the records (stored scores) of the tasks in `task`, such as "knn,pca" or "all"."""
     tasks = parse_names("task", task, [*choices("probe"), SUPERVISED])
     return [record for record in records if record.task in tasks]
 
@@ -130,9 +130,9 @@ def filter_records(
 def _filter_by(
     records: Sequence[Record], name: str, value: str | None, store: ResultStore
 ) -> list[Record]:
-    """Return the records whose field `name` has one of the comma-separated values in `value`.
+    """Return the records (stored scores) whose field `name` has one of the values in `value`.
 
-    If `value` is None, return all records.
+    `value` is a comma-separated list. If it is None, return all records.
 
     Raises:
         ConfigurationError: A value occurs in no record.

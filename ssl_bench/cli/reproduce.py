@@ -426,9 +426,9 @@ def _training_step(
 
 
 def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
-    """Return overrides for schedules that are too long for a run that the user has shortened.
+    """Return KEY=VALUE settings for schedules that are too long for a run that was shortened.
 
-    For example, a warm-up of 10.0 epochs is too long for `train.epochs=5`. The override `KEY=null`
+    For example, a warm-up of 10.0 epochs is too long for `train.epochs=5`. The setting `KEY=null`
     then makes it a fraction of the run. Recipes write lengths of schedules as decimal numbers
     (`10.0`). Integers (`5`) are intervals between measurements, and are not changed.
     """
@@ -511,7 +511,7 @@ def shell_commands(plan: Plan) -> Iterator[str]:
 
 
 def format_plan(plan: Plan) -> str:
-    """Describe the plan for a table as text. Also state which runs and records already exist."""
+    """Describe the plan for a table as text. Also state which runs and scores already exist."""
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
     states = {run.name: read_run_state(plan.options.runs / run.name) for run in plan.runs}
     if states:

@@ -177,7 +177,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
     # the results, which users publish. "???" stands for a missing value.
     if "${" in text or text == "???":
         raise ConfigurationError(
-            f"{key[:MAX_NAME_LENGTH]} expects a value, got the placeholder {format_value(text)}"
+            f"{key[:MAX_NAME_LENGTH]} needs a value instead of the placeholder {format_value(text)}"
         )
     value = _parse_value(override, text)
     if reserved := [name for name in _all_names({key: value}) if name in _RESERVED]:
@@ -586,7 +586,7 @@ def load_protocol_values(probe: Any) -> dict[str, Any] | None:
 
 
 def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
-    """Return the values of the fields that a protocol file (a preset of settings) sets, by name.
+    """Return the values of the fields that a protocol file (a preset of settings) sets.
 
     A mapping with a key `_target_`, which contains the import path of a class, becomes an instance
     of this class.

@@ -205,7 +205,7 @@ def compare_in_panel(
 
 
 def _count_correct(first: PerImage, second: PerImage) -> list[int] | None:
-    """Return how many images both checkpoints, only one of them, or neither predicts correctly.
+    """Count the images on which both checkpoints, only one of them, or neither is correct.
 
     The order is: both, only the first, only the second, neither. Return None if the per-image
     scores are not one integer per image: 1 if the image is correct, 0 if it is wrong.

@@ -34,9 +34,9 @@ from ssl_bench.tables.sheets import NO_VALUE
 from ssl_bench.tables.styles import SKIPS, choose_styles, lacks_skips
 
 MAX_LINES = 24
-"""Largest number of checkpoints or runs that are drawn in a panel."""
+"""Largest number of checkpoints or runs that are drawn in one chart."""
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
-"""Record fields by which readers can filter the panels of a page."""
+"""Fields of stored scores by which readers can filter the charts of a page."""
 FIRST_TASKS = ("segmentation", "tokencut")
 """Tasks that come first on a page, in this order."""
 
@@ -221,7 +221,8 @@ class ScoreLine:
     def best_blocks_text(self) -> str:
         """The blocks with the best score as text, such as "block 3" or "all 12 blocks equal".
 
-        If no block can be the best, the text names the last block, such as "block 11, degenerate".
+        If no block can be the best, the text names the last block, such as "block 11, degenerate"
+        if too many of its images have an arbitrary result.
         """
         if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"

@@ -165,8 +165,8 @@ class Gallery:
     def match_key(self) -> tuple[str, str, str, str, bool]:
         """Key that is equal for galleries of different checkpoints that can be shown side by side.
 
-        It contains the task, the dataset, the image set, the variant, and whether each picture
-        shows all blocks.
+        It contains the task, the dataset, the image set, the protocol with the kind of feature, and
+        whether each picture shows all blocks.
         """
         return self.task, self.dataset, self.image_set_id, self.variant, not self.layers
 

@@ -415,7 +415,7 @@ class ResultStore:
         return [*probe, "--checkpoint", "{checkpoint}", "--out", escape_braces(str(self.root))]
 
     def describe_left_out(self) -> list[str]:
-        """Return messages about records that the last call of `records` left out.
+        """Return messages about records (stored results) that the last call of `records` left out.
 
         There is at most one message about unreadable records and one about outdated records.
         """

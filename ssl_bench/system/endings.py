@@ -167,7 +167,7 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
 def _convert_error(error: Exception, command: str) -> SslBenchError | None:
     """Return the error to report to the user, or None if the error is a bug in this program.
 
-    `command` is the name of the command, which determines the hint of an out-of-memory error.
+    `command` is the name of the command. It determines what an out-of-memory error suggests.
     """
     if isinstance(error, SslBenchError):
         return error

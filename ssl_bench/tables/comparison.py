@@ -251,7 +251,7 @@ def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
     """Compare each block of one encoder with its best block.
 
     One more row compares the best block with a block that is chosen on held-out images. If no block
-    can be the best, blocks are compared with the last block, and this row is left out. `curve`
+    can be the best, there is no such row, and blocks are compared with the last block. `curve`
     contains the per-image scores at each block.
     """
     best = get_block_score(curve, curve.best_layer)

@@ -31,7 +31,7 @@ PROBE_EPOCHS = (
     *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
     *("ssl-bench", "probe", "--task", "all", "--checkpoint", "{run}@100"),
 )
-"""Hint for errors about runs that were not probed at several epochs."""
+"""What errors suggest if a run was not probed at several epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ def curves_figure(tables: Sequence[ScoreTable]) -> "Figure":
 
 
 def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
-    """Break a panel title or legend label into lines of at most `letters` characters.
+    """Break the title of a chart or a legend label into lines of at most `letters` characters.
 
     There is always a line break after the first comma.
     """

@@ -263,8 +263,8 @@ class ScoreEntry:
     def text(self) -> str:
         """Return the value as printed text, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]".
 
-        The number after "±" is half of the width of a symmetric 95 % interval. "†2" states that 2 %
-        of the images are degenerate.
+        The number after "±" is half of the width of a symmetric 95 % interval. "†2" states that the
+        results of 2 % of the images are arbitrary.
         """
         if math.isnan(self.value):
             return NO_VALUE
@@ -539,7 +539,7 @@ def describe_provenance(records: Sequence[Record], title_settings: Container[str
 
 
 def image_size_note(records: Iterable[Record], title_settings: Container[str] = ()) -> str:
-    """Return the image size in the records as the end of a note, such as ", image_size=224".
+    """Return the image size in the stored scores as the end of a note, such as ", image_size=224".
 
     If encoders received images of different sizes, each size is followed by the tasks and encoders
     with this size. `title_settings` contains the names of settings in the table title, such as

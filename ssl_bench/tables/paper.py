@@ -118,7 +118,7 @@ class PaperTable(ScoreTable):
         """Yield each cell of the published table with our score, or None if we have no score.
 
         A cell is a dictionary with the row, the column and the published value. Our score is a
-        number instead of an `ScoreEntry` if it is not stored as a record.
+        number instead of a `ScoreEntry` if it is not stored as a record.
         """
         for row in self.rows:
             for column in self.columns:

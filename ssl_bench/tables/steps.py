@@ -115,7 +115,7 @@ class StepTable(ScoreTable):
         ]
 
     def curves_by_measure(self) -> list[ScoreTable]:
-        """Return one table per measure, with runs as columns, which are drawn as curves."""
+        """Return one table per measure. Its columns are runs, and each column becomes a curve."""
         tables = []
         for measure in self.measures:
             table = tabulate_logs(self.logs, [measure], MAX_POINTS, title=measure)
