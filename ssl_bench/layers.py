@@ -18,7 +18,7 @@ FACETS: tuple[Facet, ...] = (
     *("token", "token_normed", "cls", "cls_normed", "key", "query", "value"),
     *INNER_FACETS,
 )
-"""All facets (kinds of features) except submodules and registers, see `FeatureExtractor`."""
+"""Facets (kinds of features) except submodules and registers. `FeatureExtractor` explains them."""
 REGISTERS: Facet = "registers"
 """Kind of feature for register tokens. `FACETS` lacks it, because only a few encoders have them."""
 

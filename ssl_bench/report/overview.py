@@ -250,10 +250,10 @@ def summarize_checkpoints(
 
 
 def _select_summarized_panels(panels: Sequence[ScorePanel]) -> list[ScorePanel]:
-    """Return the panels (groups of comparable scores) that `summarize_checkpoints` describes.
+    """Return the main panels (groups of comparable scores) of each protocol (preset of settings).
 
     `select_main_panels` chooses them, once from all panels and once from the panels of each
-    protocol (preset of a probe's settings). Panels of the same task and split are neighbours.
+    protocol. Panels of the same task and split are neighbours.
     """
     chosen = {panel.number: panel for panel in select_main_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):

@@ -208,9 +208,8 @@ class ScoreLine:
     def marked_entries(self) -> tuple[ScoreEntry, ...]:
         """The scores that are marked as best: the highest score, or several if they tie.
 
-        The tuple is empty if there are several blocks and all have the same score, or if
-        `best_entry` is None. Degenerate blocks, where too many images have an arbitrary result, are
-        ignored.
+        The tuple is empty if no block can be best, or if there are several and all have the same
+        score. Degenerate blocks, where too many images have an arbitrary result, are ignored.
         """
         if self.best_entry is None:
             return ()

@@ -143,9 +143,9 @@ def guess_kind(metric: str, per_image: PerImage) -> str:
 def matches_record(per_image: PerImage, record: Record) -> bool:
     """Return whether per-image values match their record, which is a stored result.
 
-    The metric that is computed from them must equal the value in the record, up to rounding. The
-    values must also have the shape that `PerImageKind` describes. Pixel counts must be consistent.
-    For example, a class cannot have more correct pixels than predicted pixels.
+    The metric that the values yield must equal the value in the record, up to rounding. The values
+    must also have the shape that `PerImageKind` describes. Pixel counts must be consistent. For
+    example, a class cannot have more correct pixels than predicted pixels.
     """
     rule = _RULES.get(record.per_image_kind or guess_kind(record.metric, per_image))
     shape = per_image.shape[1:]

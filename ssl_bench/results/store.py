@@ -166,8 +166,8 @@ class ResultStore:
     def _list_by_digest(self, folder: Path, checkpoint_sha256: str) -> dict[str, Path]:
         """Return the paths of all records (stored results) of an encoder in a folder.
 
-        The keys of the dictionary are `numeric_digest` of each record, which does not distinguish 1
-        and 1.0.
+        The key of a path is the `numeric_digest` of its record, which does not distinguish 1 and
+        1.0.
         """
         reader, paths = RecordReader(), {}
         packed = (path for path in self._packed() if path.parent == folder)

@@ -178,9 +178,8 @@ def blocks_text(entry: ScoreEntry) -> str:
 def show_seed_counts_by_column(
     entries: Mapping[tuple[str, str], ScoreEntry],
 ) -> dict[tuple[str, str], ScoreEntry]:
-    """Apply `show_seed_counts` to each column of a table separately.
+    """Return copies of table entries that print their number of seeds if it differs in a column.
 
-    The text of an entry then states its number of seeds if this number differs within the column.
     The keys of `entries` are pairs (row, column).
     """
     counted: dict[tuple[str, str], ScoreEntry] = {}

@@ -28,7 +28,7 @@ class LoggedEntry(ScoreEntry):
 
     If the measure is logged at every step, the value is its mean over several steps. `low` and
     `high` are one standard deviation below and above the mean. Otherwise, the value is the latest
-    one of these steps, and `low` and `high` are None.
+    value at these steps, and `low` and `high` are None.
 
     Attributes:
         measure: Name of the measure, such as "loss".
