@@ -485,7 +485,7 @@ class FeatureExtractor:
 
 
 def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:
-    """Raise an error if the encoder has no such layers or facets (kinds of features)."""
+    """Raise an error if the encoder lacks any of the layers or facets (kinds of features)."""
     outside = [layer for layer in layers if not 0 <= layer < encoder.depth]
     if outside or not layers:
         raise ConfigurationError(

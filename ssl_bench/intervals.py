@@ -122,8 +122,8 @@ class Proportion:
 class _StudentT:
     """Base class of score estimates whose differences are tested by Student's t distribution.
 
-    Subclasses define `value` in percent, `num_images`, `_subtract`, and `margin`. The margin is
-    half of the width of the confidence interval, or NaN if there is no interval.
+    Subclasses define `value` (percent), `num_images`, `_subtract` (difference of two estimates) and
+    `margin`. The margin is half of the width of the confidence interval, or NaN without one.
     """
 
     def difference_ci95(self: Any, other: Any) -> Interval | None:
