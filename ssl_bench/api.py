@@ -1,6 +1,6 @@
 """Define the Python API: probe an encoder, read results, extract features, show tables and plots.
 
-Error messages suggest keyword arguments instead of command-line flags.
+Error messages of these functions suggest keyword arguments instead of command-line flags.
 """
 
 import inspect
@@ -42,7 +42,7 @@ ImageLike = str | Path | np.ndarray | Tensor
 """One image: a file, a numpy.uint8 array (height x width x 3), or a tensor in [0, 1] (3 x height x
 width). Image files are rotated according to their EXIF orientation."""
 _OVERSHOOT = 0.2
-"""How far image values may lie outside [0, 1]. Bicubic resizing exceeds this range slightly."""
+"""How far image values may lie outside [0, 1], because bicubic resizing can produce such values."""
 _SHORT_FORMS: Mapping[str, str] = {
     "limit": "data.limit",
     "pictures": "probe.panels",
@@ -50,7 +50,7 @@ _SHORT_FORMS: Mapping[str, str] = {
     "class_names": "dataset.class_names",
     "box_format": "dataset.box_format",
 }
-"""Config key for each short keyword argument of `probe`. Most others set the key `probe.NAME`."""
+"""Config keys of some keyword arguments of `probe`. By default, NAME sets the key `probe.NAME`."""
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][\w.-]*")
 _TOP_LEVEL_KEYS = ("seed", "dtype", "corrupt")
 _PROBE_KEYWORDS = {"--checkpoint": "encoder", **{key: name for name, key in _SHORT_FORMS.items()}}
@@ -85,7 +85,7 @@ class Results:
         metric: str | None = None,
         facet: str | None = None,
     ) -> str:
-        """Return tables as text, with a row for each encoder and a column for each block.
+        """Return tables as text, with a row for each block and a column for each encoder.
 
         Args:
             style: "text", "markdown", "latex", "csv" or "json".
@@ -416,7 +416,7 @@ def _require_unit_range(images: Tensor, dimensions: int) -> Tensor:
         is_single = images.ndim == 3 and dimensions == 4
         raise ConfigurationError(
             f"expected {expected}, got {' x '.join(map(str, images.shape))}"
-            + (", so pass images[None]" if is_single else "")
+            + (". Pass images[None]" if is_single else "")
         )
     if not images.is_floating_point():
         dtype = str(images.dtype).removeprefix("torch.")

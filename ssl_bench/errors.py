@@ -218,13 +218,13 @@ def join_alternatives(*ways: Sequence[str]) -> tuple[str, ...]:
 
 
 def split_alternatives(hint: Sequence[str]) -> list[tuple[str, ...]]:
-    """Split a hint at each word "or", and return the alternatives, such as ("--device", "cpu")."""
+    """Split an error's hint at each word "or" into alternatives, such as ("--device", "cpu")."""
     groups = groupby(hint, key=lambda word: word == "or")
     return [tuple(words) for is_separator, words in groups if not is_separator]
 
 
 def escape_braces(text: str) -> str:
-    """Double the braces in a text, so that a hint does not treat {name} in it as a placeholder."""
+    """Double the braces in a text, so that {name} is not a placeholder in the hint of an error."""
     return text.replace("{", "{{").replace("}", "}}")
 
 

@@ -12,7 +12,7 @@ from ssl_bench.sweep import Job
 
 
 class EarlierRun(NamedTuple):
-    """An earlier evaluation of the probe of a job, on some of the job's images.
+    """An earlier run of a job's encoder and probe, on some of the job's images.
 
     A job is the evaluation of one encoder with one probe on one dataset.
 
@@ -56,7 +56,7 @@ def estimate_seconds(jobs: Sequence[Job], store: ResultStore) -> list[float | No
 def _estimate_from_runs(job: Job, runs: Sequence[EarlierRun]) -> float | None:
     """Estimate the seconds of a job from earlier runs, which are ordered by time.
 
-    Some probes copy stored results of images from earlier runs. Such images take no time.
+    Images whose stored results the probe reuses (`Probe.reuses_results`) take no time.
     """
     seconds, copied = dict[int, float](), frozenset[str]()
     for run in runs:
@@ -125,7 +125,7 @@ def _find_earlier_runs(job: Job, records: Sequence[Record], store: ResultStore) 
 
 
 def _identify_probe(key: ResultKey, job: Job) -> tuple[object, ...]:
-    """Return the encoder, the probe and its settings, which determine the time per image."""
+    """Return a key of the encoder, the probe and the settings that affect the time per image."""
     probe = job.planned.probe
     names = {*probe.settings(), "dtype"}.difference(probe.excluded_from_timing)
     settings = {name: key.settings.get(name) for name in names}

@@ -90,8 +90,8 @@ class FeatureCache(UserDict[Any, Any]):
 
     Attributes:
         started_files: Files with intermediate results that earlier probes of this command have
-            created. Later probes of the command add to them. All other such files come from earlier
-            commands and are deleted if `overwrite` is set.
+            created. Later probes add to them. If `overwrite` is set, all other such files are
+            deleted, because they come from earlier commands.
     """
 
     def __init__(self) -> None:
@@ -592,11 +592,11 @@ class Evaluation:
     ) -> SharedFeatures | None:
         """Return the image features that this probe shares with other probes of the command.
 
-        The result is None if the probe shares no features, if the images are corrupted, or if no
-        earlier or later probe uses the features.
+        They are created in `features` if needed. The result is None if the probe shares no
+        features, if the images are corrupted, or if no earlier or later probe uses the features.
 
         Args:
-            features: Cache that contains the shared features. They are created if needed.
+            features: Cache that contains the shared features.
             images: The scored images.
             num_images: Number of images that the probe encodes, including training images.
             keep_features: Whether a later probe encodes the same images in the same way.
@@ -675,15 +675,10 @@ class Evaluation:
 
 
 def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score:
-    """Return a copy of a score that contains only the data that should be stored.
+    """Return a copy of a score without data that should not be stored.
 
-    A confidence interval that does not contain the value of the score is removed, and a message is
-    printed. The values of single images are removed if the score is not a percentage.
-
-    Args:
-        score: The score.
-        task: Name of the probe, for the message.
-        say: Function that prints a message.
+    A confidence interval that does not contain the value of the score is removed, and `say` prints
+    a message. The values of single images are removed if the score is not a percentage.
     """
     if score.ci95 and not interval_contains(score.ci95, score.value):
         low, high = score.ci95
@@ -761,10 +756,7 @@ def _list_figures(
 ) -> dict[str, tuple[int, ...]]:
     """Return the path of each figure of a probe, with the layers that the figure shows.
 
-    Args:
-        probe: The probe.
-        keys: Keys that identify the requested results. Each key contains a layer.
-        images: The scored images.
+    `keys` identifies the requested results. Each key contains a layer.
     """
     stages: dict[int | None, list[ResultKey]] = {}
     for key in keys:
@@ -881,8 +873,9 @@ def adapt_image_size(
 
     Args:
         probe: The probe.
-        encoder: The encoder. If its blocks have different strides, the largest stride counts as the
-            patch size. The image size thus does not depend on which blocks are scored.
+        encoder: The encoder. If the distance between neighbouring tokens differs between blocks,
+            the largest distance counts as the patch size. The image size thus does not depend on
+            which blocks are scored.
         chosen_fields: Names of the fields that the user set.
 
     Raises:
@@ -915,7 +908,7 @@ def _set_only_size(
     if height != width:
         raise UnsupportedEncoderError(
             f"{encoder.name} only accepts images of {height} x {width} pixels, but {probe.task} "
-            "uses square images"
+            "uses square images. Choose another task"
         )
     for name in SIZE_FIELDS:
         # `max_side` has no effect on square images.

@@ -180,7 +180,7 @@ class FeatureExtractor:
     def extract_unchecked(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        """Extract features without checking that they are finite. Return them with their sums.
+        """Extract features and their sums, without checking that the features are finite.
 
         A sum is finite only if all features in it are finite. To check the features, copy the sums
         to the CPU and pass them to `require_finite`. If you copy them together with other data, the
@@ -211,14 +211,10 @@ class FeatureExtractor:
     ) -> None:
         """Replace features that are not finite by features that are computed in float32.
 
-        `features` and `sums` are modified in place. If the sum of an image's features in a layer is
-        not finite, these features are replaced. The features of all other layers are kept, so they
-        do not depend on which layers are extracted.
-
-        Args:
-            images: RGB images with values in [0, 1].
-            features: Features in float16 precision, by layer and facet (kind of feature).
-            sums: Sums of the features, as `extract_unchecked` returns them.
+        `features` and `sums` are results of `extract_in_one_precision`, which are modified in
+        place. If the sum of an image's features in a layer is not finite, these features are
+        replaced. The features of all other layers are kept, so they do not depend on which layers
+        are extracted.
         """
         chosen = (~sums.isfinite()).any(0).nonzero().flatten()
         exact, exact_sums = self.extract_in_one_precision(
@@ -245,15 +241,15 @@ class FeatureExtractor:
     def extract_in_one_precision(
         self, images: Float[Tensor, "batch 3 height width"], dtype: torch.dtype | None = None
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        """Extract features like `extract_unchecked`, but never compute them again in float32.
+        """Extract features and their sums, without computing any of them again in float32.
 
         Args:
             images: RGB images with values in [0, 1].
             dtype: Precision of the forward pass (default: the precision of the extractor).
 
         Returns:
-            The features by layer and facet (kind of feature), and their sums, as
-            `extract_unchecked` returns them.
+            The features by layer and facet (kind of feature), which may not be finite. Also their
+            sums, with one row for each pair of a layer and a facet, and one column for each image.
         """
         dtype = dtype or self.dtype
         while True:
@@ -368,7 +364,7 @@ class FeatureExtractor:
         """Install hooks that store features in `captured`, and remove the hooks on exit.
 
         Args:
-            captured: Dictionary that the hooks fill with features by layer and facet.
+            captured: Dictionary that the hooks fill with features by layer and kind of feature.
             grids: Numbers of rows and columns of patches, by layer.
             batch: Number of images.
         """
@@ -465,7 +461,7 @@ class FeatureExtractor:
             raise UnsupportedEncoderError(
                 f"{point.facet} of block {point.layer} of {self.encoder.name} has the shape "
                 f"{tuple(value.shape)} for {batch} images of {grid[0]} x {grid[1]} patches, "
-                "expected tokens (batch, tokens, channels) or a map of patches"
+                "expected tokens or a map of patches. Choose another facet"
             )
         self._layouts[point.layer, point.facet] = layout
         if layout == "tokens":
@@ -489,7 +485,7 @@ class FeatureExtractor:
 
 
 def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:
-    """Raise an error if the encoder has no such layers or facets (kinds of features)."""
+    """Raise an error if the encoder lacks any of the layers or facets (kinds of features)."""
     outside = [layer for layer in layers if not 0 <= layer < encoder.depth]
     if outside or not layers:
         raise ConfigurationError(
@@ -594,11 +590,7 @@ def _find_modules(
 ) -> tuple[tuple[nn.Module, ...], Literal["input", "output"]]:
     """Find the submodules of a block whose input or output is a facet, such as "mlp_hidden".
 
-    A facet is a kind of feature.
-
-    Args:
-        parts: All submodules of the block by name.
-        facet: A facet in `INNER_FACETS`.
+    A facet is a kind of feature. `parts` contains all submodules of the block by name.
 
     Returns:
         The submodules, and whether to capture their input or their output. There are no submodules
@@ -629,13 +621,9 @@ def _find_layouts(
     """Return the layouts that the shape of a feature tensor allows, such as "channels_last".
 
     The shape may allow two layouts, for example if 8 x 8 patches have 8 channels. It allows at most
-    one layout if the numbers of rows and columns of patches differ.
-
-    Args:
-        shape: Shape of the tensor.
-        batch: Number of images.
-        grid: Numbers of rows and columns of patches.
-        num_prefix_tokens: Number of tokens before the patch tokens, such as [CLS] and registers.
+    one layout if the numbers of rows and columns of patches differ. `grid` contains these numbers.
+    `num_prefix_tokens` is the number of tokens before the patch tokens, such as [CLS] and
+    registers.
     """
     patches = grid[0] * grid[1]
     token_counts = (patches, num_prefix_tokens + patches)

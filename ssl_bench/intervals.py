@@ -65,10 +65,7 @@ class Estimate(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Proportion:
-    """A metric that is the percentage of images with a correct result (hits).
-
-    Its confidence intervals are computed as for a proportion.
-    """
+    """A metric that is the percentage of images with a correct result (hits)."""
 
     hits: Bool[np.ndarray, " images"]
 
@@ -114,7 +111,7 @@ class Proportion:
         """Return the difference of the proportions `self` minus `other`, and its standard error.
 
         The adjusted Wald interval requires that two artificial images are added to the sample. One
-        is a hit only for `self`, and the other is a hit only for `other`.
+        is correct only for `self`, and the other is correct only for `other`.
         """
         total = len(self.hits) + 2
         gained = (int((self.hits & ~other.hits).sum()) + 1) / total
@@ -125,8 +122,8 @@ class Proportion:
 class _StudentT:
     """Base class of score estimates whose differences are tested by Student's t distribution.
 
-    Subclasses define `value` in percent, `num_images`, `_subtract`, and `margin`. The margin is
-    half of the width of the confidence interval, or NaN if there is no interval.
+    Subclasses define `value` (percent), `num_images`, `_subtract` (difference of two estimates) and
+    `margin`. The margin is half of the width of the confidence interval, or NaN without one.
     """
 
     def difference_ci95(self: Any, other: Any) -> Interval | None:
@@ -205,10 +202,11 @@ class MeanIoU(Jackknife):
     def ci95(self) -> Interval | None:
         """Return a 95 % confidence interval, widened by the bias correction.
 
-        The IoU of classes that occur only in the predictions may be higher on more images. The
-        lower end is therefore computed from `value`, which counts this IoU as 0. The upper end is
-        computed from `over_true_classes`, which leaves these classes out. The interval covers the
-        mean IoU on infinitely many images, and also on other image sets of the same size.
+        A class that occurs only in the predictions has an IoU of 0, but might have a higher IoU on
+        more images. The lower end is therefore computed from `value`, which includes such classes.
+        The upper end is computed from `over_true_classes`, which leaves them out. The interval
+        covers the mean IoU on infinitely many images, and also on other image sets of the same
+        size.
         """
         low = self.value + min(self.correction, 0.0) - self.margin
         high = self.over_true_classes + max(self.correction, 0.0) + self.margin

@@ -13,14 +13,14 @@ It is an item of `FACETS`, the facet `REGISTERS`, or a submodule such as "blocks
 """
 
 INNER_FACETS: tuple[Facet, ...] = ("attn_out", "attn_skip", "mlp_hidden", "mlp_out")
-"""Facets that are captured inside a block, such as the outputs of its sublayers."""
+"""Facets (kinds of features) inside a block, such as the outputs of its sublayers."""
 FACETS: tuple[Facet, ...] = (
     *("token", "token_normed", "cls", "cls_normed", "key", "query", "value"),
     *INNER_FACETS,
 )
-"""All facets except submodules and registers. `FeatureExtractor` explains each facet."""
+"""Facets (kinds of features) except submodules and registers. `FeatureExtractor` explains them."""
 REGISTERS: Facet = "registers"
-"""Facet of register tokens. It is not in `FACETS`, because only a few encoders have them."""
+"""Kind of feature for register tokens. `FACETS` lacks it, because only a few encoders have them."""
 
 _SUBMODULE = re.compile(r"blocks\.(\*|0|[1-9][0-9]{0,5})\.(\w+(?:\.\w+)*)")
 _EVERY_BLOCK = "blocks.*."

@@ -247,12 +247,6 @@ def _should_use_faiss(queries: Tensor, database: Tensor, k: int, engine: Engine)
 
     faiss is not used if it cannot run, or if its neighbours could differ from those of a matrix
     product. With the engine "auto", it is only used if it is also faster.
-
-    Args:
-        queries: Vectors whose neighbours are searched.
-        database: Vectors to search.
-        k: Number of neighbours of each query.
-        engine: Setting of the user: "auto", "faiss" or "torch".
     """
     on_gpu, candidates = database.device.type != "cpu", k + _EXTRA_CANDIDATES
     if candidates >= len(database) or (on_gpu and candidates > _FAISS_MAX_ON_GPU):

@@ -27,7 +27,7 @@ _CHUNK_BYTES = 2**18
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Environment variables of huggingface_hub that forbid internet access.
 
-ssl-bench then requests nothing from any host."""
+If one of them is set, ssl-bench requests nothing from any host."""
 
 
 class DownloadError(MachineError):
@@ -158,13 +158,8 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> str | None:
     """Return a text that says why a file is not the published file, or None if it is.
 
-    The text continues a sentence about the file, such as "cannot be read (Permission denied)".
-
-    Args:
-        published: Address of the published file, and its digest if one is published.
-        file: The local file to verify.
-        check: Function that raises DataError for a wrong file. It is only called if no digest is
-            published.
+    The text continues a sentence about the file, such as "cannot be read (Permission denied)". If
+    no digest is published, `check` is called, which raises DataError for a wrong file.
     """
     try:
         if published.digest is not None:

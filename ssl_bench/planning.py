@@ -125,8 +125,8 @@ class PlannedProbe:
     ) -> list[Probe]:
         """Return the later probes that can reuse encoder outputs of this probe.
 
-        These are the probes with the same dataset, precision and seed as this probe, for which the
-        method `Probe.can_precompute_for` of this probe returns True.
+        They have the same dataset, precision and seed as this probe, and `Probe.can_precompute_for`
+        of this probe returns True for them.
 
         Args:
             later_probes: Planned probes that run after this one.
@@ -243,9 +243,9 @@ def require_images(plan: Sequence[PlannedProbe]) -> None:
 
 
 def share_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
-    """Return copies of planned probes that share datasets with cached splits.
+    """Return copies of planned probes in which each dataset caches the splits that it opens.
 
-    Each split is then opened only once, even if several probes use it.
+    A split is then opened only once, even if several probes use it.
     """
     cached = {id(planned.dataset): CachedDataset(planned.dataset) for planned in plan}
     return [replace(planned, dataset=cached[id(planned.dataset)]) for planned in plan]
@@ -334,10 +334,6 @@ def _assign_overrides(
 ) -> tuple[dict[_Pair, list[str]], dict[str, set[str]]]:
     """Decide which overrides (KEY=VALUE settings) apply to which pairs of a task and a dataset.
 
-    Args:
-        overrides: KEY=VALUE settings of the user.
-        pairs: Names of tasks and datasets.
-
     Returns:
         The overrides that apply to each pair, and the names of the tasks that ignore each override.
 
@@ -372,10 +368,6 @@ def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, An
     An override is applied if it selects a config file, such as `probe.training=lbfgs`, or a
     protocol, which is a preset of settings. The selected files determine which other keys exist.
     Overrides that set ordinary values, such as `probe.tau=0.3`, are not applied.
-
-    Args:
-        pair: Names of the task and the dataset.
-        overrides: KEY=VALUE settings of the user.
     """
     config = probing_config(*pair, ())
     chosen = [
@@ -391,12 +383,8 @@ def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[
     """Return the names that are valid after the key of an override such as `probe.protocol=dino`.
 
     Such a key selects a config file, or a protocol, which is a preset of a probe's settings. If the
-    key sets an ordinary value, as in `probe.tau=0.3`, the list is empty.
-
-    Args:
-        override: A KEY=VALUE setting.
-        task: Name of the task.
-        config: Configuration of the task.
+    key sets an ordinary value, as in `probe.tau=0.3`, the list is empty. `config` is the
+    configuration of the task.
     """
     key = override.partition("=")[0]
     if key == _PROTOCOL:
@@ -409,11 +397,7 @@ def _override_applies(task: str, config: dict[str, Any], override: str) -> bool:
     """Return whether an override (a KEY=VALUE setting) applies to a task.
 
     Keys that do not begin with `probe.` or `dataset.`, such as `seed`, apply to every task.
-
-    Args:
-        task: Name of the task.
-        config: Configuration of the task, which contains all of its keys.
-        override: The setting.
+    `config` is the configuration of the task with all of its keys.
     """
     key, _, value = override.partition("=")
     if names := _selectable_names(override, task, config):
@@ -579,10 +563,7 @@ def _describe_missing(plan: Sequence[PlannedProbe]) -> str:
 def _log_adaptations(planned: PlannedProbe, adapted: Any, encoder: Encoder) -> None:
     """Print the fields of a probe that were changed to fit the encoder or the dataset.
 
-    Args:
-        planned: The probe before these changes, with its dataset.
-        adapted: The probe after these changes.
-        encoder: The encoder.
+    `planned` contains the probe before these changes, and `adapted` is the probe after them.
     """
     changes = []
     for name in (item.name for item in fields(adapted)):

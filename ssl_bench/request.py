@@ -79,7 +79,7 @@ class ProbeRequest:
             batch_size: Number of images in a forward pass of the encoder.
             on_bad_image: "fail", "skip" or None.
             device: Name of a torch device, or None.
-            others: Further attributes of the class, which are not checked here.
+            others: Attributes of `ProbeRequest` that are not checked here, such as `layers`.
         """
         if device is not None:
             # `data list` imports this module, and is faster without torch.
@@ -265,8 +265,8 @@ def _batch_size_overrides(tasks: Sequence[str], size: int) -> list[str]:
     if not keys:
         is_trained = any(has_key(config, "probe.training.batch_size") for config in configs)
         raise ConfigurationError(
-            "--batch-size has no effect, because the encoder's batch size is chosen automatically "
-            f"for {', '.join(tasks)}",
+            "leave out --batch-size, because the encoder's batch size is chosen automatically for "
+            f"{', '.join(tasks)}",
             hint=(f"probe.training.batch_size={size}",) if is_trained else (),
         )
     return [f"{key}={size}" for key in keys]

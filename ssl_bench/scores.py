@@ -26,7 +26,7 @@ Row 0 contains the correct pixels, row 1 the predicted pixels, and row 2 the gro
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """IoU thresholds of COCO AP. A predicted box is correct if its IoU is at least the threshold."""
 MAX_DETECTIONS = 100
-"""Number of boxes with the highest confidence that are scored in each image, at most."""
+"""Maximum number of boxes that are scored in each image. They have the highest confidences."""
 _RECALLS = np.linspace(0, 1, 101)
 
 _BETA_SQUARED = 0.3
@@ -263,7 +263,7 @@ OBJECT_SCORES: Mapping[str, Callable[[ObjectCounts], Float64[np.ndarray, "*some"
 """Functions that score single images, by metric. The value of a metric is the mean over images.
 
 `max_f_beta` is defined as the highest mean F-beta over all thresholds of the predicted values.
-These values are 0 or 1 here, so every threshold gives the same mean. `object_f_beta` needs none.
+These values are 0 or 1 here, so every threshold gives the same mean, and none must be chosen.
 """
 
 
@@ -287,8 +287,8 @@ def corloc(hits: Bool[np.ndarray, " images"]) -> float:
 def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
     """Return the average precision (AP) in percent, or NaN if there is no ground-truth box.
 
-    AP is a mean over IoU thresholds and over 101 recalls from 0 to 1. The averaged value is the
-    highest precision that is reached at this recall or at a higher recall.
+    AP is a mean over IoU thresholds and over 101 recalls from 0 to 1. For each recall, the highest
+    precision at this recall or at a higher recall is used.
 
     Predicted boxes of equal confidence form a rank. AP must not depend on their order. The correct
     boxes of a rank are therefore treated as spread evenly over the rank.
@@ -298,7 +298,7 @@ def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
 
     Args:
         counts: Numbers of ground-truth boxes, predicted boxes and correct boxes by rank and IoU
-            threshold, as in `DetectionCounts`.
+            threshold. `DetectionCounts` describes the format.
 
     Source: COCOeval, https://github.com/cocodataset/cocoapi/tree/8c9bcc3.
     """
@@ -348,12 +348,10 @@ def coco_average_precision(
 
 
 def _index_boxes(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
-    """Return a pycocotools `COCO` object that contains the boxes of all images.
+    """Return a pycocotools `COCO` object that contains the boxes (x0, y0, x1, y1) of all images.
 
-    The n-th box of each image has the confidence score -n, counted from 0.
-
-    Args:
-        boxes: Boxes (x0, y0, x1, y1) of each image, in descending order of confidence.
+    The boxes of an image are in descending order of confidence. The n-th box, counted from 0, gets
+    the confidence score -n.
     """
     ranked = [(n, rank, box) for n, some in enumerate(boxes) for rank, box in enumerate(some)]
     annotations = [
@@ -380,7 +378,7 @@ def average_recall(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
 
     Args:
         counts: Numbers of ground-truth boxes, predicted boxes and correct boxes by rank and IoU
-            threshold, as in `DetectionCounts`.
+            threshold. `DetectionCounts` describes the format.
     """
     true = counts[..., 0, 0]
     correct = counts[..., 1:, 1:].sum(-2, dtype=np.float64).mean(-1)
@@ -395,9 +393,10 @@ def _precision_within_rank(
 ) -> Float64[np.ndarray, "*some thresholds recalls"]:
     """Return the precision at each recall that is reached inside one rank.
 
-    A rank consists of all boxes with the same confidence. If correct boxes are spread evenly over
-    the rank, a part of its boxes is needed to reach the recall. The precision is computed from this
-    part and all earlier ranks. It is 0 if earlier ranks already reach the recall.
+    A rank consists of all boxes with the same confidence. Its correct boxes are treated as spread
+    evenly over the rank, so a fraction of the rank is enough to reach a recall. The precision is
+    computed from this fraction and all earlier ranks. It is 0 if earlier ranks already reach the
+    recall.
 
     Args:
         correct: Number of correct boxes in each rank and all ranks before it.

@@ -60,13 +60,13 @@ class SharedFeatures:
 class SharedExtractor(FeatureExtractor):
     """Feature extractor on the CPU that reuses known features instead of encoding an image again.
 
-    Stored features equal recomputed features up to rounding. On a CPU, the other images in the
-    batch do not change the features of a ViT, and change those of a ConvNet only by rounding
-    errors.
+    Stored features equal recomputed features up to rounding, because the other images of a batch
+    hardly matter on a CPU. They do not change the features of a ViT, and change those of a ConvNet
+    only by rounding errors.
 
     Args:
         shared: Features that earlier probes have computed. New features are added to them.
-        arguments, options: Arguments of `FeatureExtractor`.
+        arguments, options: Positional and keyword arguments of `FeatureExtractor`.
     """
 
     def __init__(self, shared: SharedFeatures, *arguments: Any, **options: Any) -> None:
@@ -79,9 +79,9 @@ class SharedExtractor(FeatureExtractor):
     def extract_unchecked(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        """Extract features like `FeatureExtractor.extract_unchecked`, but encode only new images.
+        """Extract features and their sums, but encode only images that lack stored features.
 
-        An image is new if at least one of its requested features is not stored yet.
+        The sums show whether features are finite: see `FeatureExtractor.extract_unchecked`.
         """
         digests = [self._digest(image) for image in images]
         wanted, known = set(product(self.layers, self.facets)), self._shared.by_image

@@ -170,9 +170,6 @@ def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
 
     The settings of the probe itself are left out, because they depend on the encoder. The returned
     settings describe, for example, the precision and the training images.
-
-    Args:
-        planned: The probe and its dataset.
     """
     planned.require_images()
     probe, dataset = planned.probe, planned.dataset
@@ -195,14 +192,8 @@ def _split_layers(
 ) -> list[tuple[int, ...]]:
     """Split the block indices `layers` into groups of consecutive blocks, one group for each job.
 
-    If a result or a figure combines several blocks, all blocks form a single group.
-
-    Args:
-        planned: The planned probe, which contains the seed.
-        probe: The probe, adapted to the encoder.
-        layers: Block indices, 0-based.
-        images: The scored images.
-        count: Desired number of groups. There are never more groups than blocks.
+    If a result or a figure combines several blocks, all blocks form a single group. Otherwise,
+    there are `count` groups, but not more groups than blocks.
     """
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]

@@ -50,14 +50,11 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _select_tables(options: argparse.Namespace, records: Sequence[Record]) -> list[Record]:
-    """Choose the tables to print, and return the records (stored scores) that represent them.
+    """Choose the tables to print, and return one record (a stored score) of each of these tables.
 
     By default, only tables of each task's main metric are chosen. With `--metric` or
-    `--all-metrics`, all tables in `records` are chosen.
-
-    Args:
-        options: Options of the command.
-        records: One record for each table that could be printed.
+    `--all-metrics`, all tables are chosen. `records` contains one record of each table that could
+    be printed.
     """
     if options.metric or options.all_metrics:
         return list(records)
@@ -95,7 +92,7 @@ def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
     for run, run_records in runs.items():
         if encoder in {record.encoder_id for record in run_records}:
             return run
-    raise DataError(f"--over-epochs needs a training run with records of its epochs, got {model}")
+    raise DataError(f"--over-epochs needs a pretraining run whose epochs were probed, got {model}")
 
 
 def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[Comparison]:

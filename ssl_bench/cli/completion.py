@@ -61,11 +61,8 @@ def command(options: argparse.Namespace) -> int:
 def _shell_functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
     """Return the code of shell functions that list tasks and datasets for the completion script.
 
-    Only bash and fish need such functions. For other shells, the code is empty.
-
-    Args:
-        shell: Name of the shell, such as "bash".
-        names: The names to complete, for the keys "task" and "dataset".
+    Only bash and fish need such functions. For other shells, the code is empty. `names` contains
+    the names to complete, for the keys "task" and "dataset".
     """
     if shell == "bash":
         return _BASH_FUNCTIONS + "\n".join(

@@ -363,9 +363,9 @@ def _check_split(dataset: Dataset, split: str, published: int | None) -> dict[st
         published: Published number of images, or None if it is unknown.
 
     Returns:
-        A dictionary of JSON types. "role" is the argument `split`, and "split" is the name of the
-        opened split. "images" and "published" are numbers of images. "read" is the number of
-        readable images in the sample. "problems" is a list of error messages.
+        A dictionary of JSON types. "role" is the argument `split`. "split" is the name of the
+        opened split, which may differ. "images" and "published" are numbers of images. "read" is
+        the number of readable images in the sample. "problems" is a list of error messages.
     """
     state = {"role": split, "split": "", "images": 0, "published": published, "read": 0}
     try:
@@ -413,9 +413,9 @@ def _format_classes(
 def _dataset_error(
     info: DatasetInfo, root: str | None, states: Sequence[Mapping[str, Any]]
 ) -> DataError:
-    """Return the error for a dataset with problems. Its hint says how to get the complete dataset.
+    """Return the error for a dataset with problems, with a hint on how to get a complete dataset.
 
-    `states` contains the results of `_check_split` for all splits.
+    `states` describes the images and the problems of each split, as `_check_split` returns them.
     """
     faulty = [state for state in states if state["problems"]]
     count = sum(len(state["problems"]) for state in faulty)
@@ -561,9 +561,7 @@ def _find_files(root: Path, manifest: Path) -> list[str]:
 def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the path and the SHA-256 of each file. Threads compute the digests in parallel.
 
-    Args:
-        root: Folder of the files.
-        names: Paths of the files, relative to `root`.
+    `names` contains the paths of the files, relative to the folder `root`.
     """
 
     def digest(name: str) -> str:

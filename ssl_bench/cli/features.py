@@ -192,7 +192,7 @@ def _write_split(
     out: Path,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Write those feature files of a split that do not exist yet to the folder `out`.
+    """Write the missing feature files of a split to the folder `out`.
 
     Images are resized to `size`, the (height, width) in pixels. Return one row of the file
     `index.parquet` for each image of the split.
@@ -283,10 +283,7 @@ def _extract(
 def _require_range(values: np.ndarray, dtype: str, name: str) -> None:
     """Check that the number format `dtype` can store the largest absolute value of a feature array.
 
-    Args:
-        values: The feature array.
-        dtype: Number format, such as "float16".
-        name: Name of the array for the error message, such as "block05.token".
+    `name` is the name of the array for the error message, such as "block05.token".
 
     Raises:
         CheckpointError: The value would overflow or underflow.

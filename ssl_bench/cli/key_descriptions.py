@@ -91,7 +91,7 @@ If several entries apply, the longest one is used.
 
 
 def describe_target(target: str, overrides: Sequence[str]) -> list[str]:
-    """Return one line of text for each config key of a target, a part of the configuration.
+    """Describe a part of the configuration (the target), with one line of text for each config key.
 
     Examples of targets are "pretrain" (all keys of a run), "train" (a group of keys),
     "probe.tokencut" (all keys of a probe) and "probe.tokencut.tau" (one key). `overrides` contains

@@ -18,7 +18,7 @@ _COMMANDS = {
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print one line for each config key of a target, a part of the configuration.
+    """Print one line for each config key in a part of the configuration (the target).
 
     For example, the target "probe.tokencut" has all keys of the probe `tokencut`. Without a target,
     list the possible targets.
@@ -40,7 +40,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _wrap_lines(lines: Sequence[str]) -> list[str]:
-    """Wrap lines that are wider than the terminal, and remove the spaces that align them."""
+    """Wrap lines that are wider than the terminal, and remove their alignment spaces."""
     width = max(40, shutil.get_terminal_size().columns)
     wrapped = []
     for line in lines:

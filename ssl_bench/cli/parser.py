@@ -63,7 +63,7 @@ _EXAMPLES = {
     "sweep": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
     "pretrain": ("model=vit_tiny_skip or train.epochs=10", "pretrain"),
 }
-"""For each command, example settings, and the argument of `ssl-bench keys` that lists all."""
+"""Example settings of each command, and the `ssl-bench keys` argument that lists all settings."""
 
 _PATH_OPTIONS = ("out", "runs", "into", "figure", "manifest", "slurm_logs")
 _PROBING_KEYS = {"limit": "data.limit", "seed": "seed"}
@@ -235,9 +235,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _check_names(commands: Mapping[str, argparse.ArgumentParser], arguments: Sequence[str]) -> None:
     """Raise ConfigurationError if the command line contains an unknown command or flag.
 
-    Args:
-        commands: Parser of each command, by name.
-        arguments: The words of the command line after `ssl-bench`.
+    `commands` contains the parser of each command, by name.
     """
     command = arguments[0] if arguments else "-"
     if command.startswith("-"):

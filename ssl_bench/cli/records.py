@@ -19,7 +19,7 @@ from ssl_bench.tables.entries import model_names
 from ssl_bench.tables.sheets import FORMATS, Table, as_parquet, default_format, render_tables
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
-"""Record fields by which flags of `table`, `compare` and `report` select records."""
+"""Record fields for which `table`, `compare` and `report` have a flag that selects records."""
 
 _MISMATCH = "does not match its record, or is a symbolic link"
 
@@ -109,7 +109,7 @@ def select_main_metrics(
 
 
 def select_tasks(task: str, records: Sequence[Record]) -> list[Record]:
-    """Return the records of the tasks in `task`, which is a comma-separated list or "all"."""
+    """Return the records (stored scores) of the tasks in `task`, such as "knn,pca" or "all"."""
     tasks = parse_names("task", task, [*choices("probe"), SUPERVISED])
     return [record for record in records if record.task in tasks]
 
@@ -130,9 +130,9 @@ def filter_records(
 def _filter_by(
     records: Sequence[Record], name: str, value: str | None, store: ResultStore
 ) -> list[Record]:
-    """Return the records whose field `name` has one of the comma-separated values in `value`.
+    """Return the records (stored scores) whose field `name` has one of the values in `value`.
 
-    If `value` is None, return all records.
+    `value` is a comma-separated list. If it is None, return all records.
 
     Raises:
         ConfigurationError: A value occurs in no record.
@@ -145,7 +145,7 @@ def _filter_by(
     values = [value] if value in known else [word.strip() for word in value.split(",")]
     for one in values:
         if one not in known and any(_may_contain(store, path, one) for path in store.unreadable):
-            raise DataError(f"all records of --{name} {one} are unreadable")
+            raise DataError(f"all records of --{name} {one} are unreadable. Probe again")
     selected = [require_choice(name, one, known) for one in values]
     return [record for record in records if getattr(record, name) in selected]
 
@@ -192,9 +192,9 @@ def find_recorded_encoder(
 ) -> tuple[str, str]:
     """Find the encoder that `name` identifies, and return its id and its model name.
 
-    `name` may be the name of the encoder in tables, or the first digits of its id or of the SHA-256
-    of its weights. It may also be a checkpoint file, a run folder, or any other address for
-    `--checkpoint`.
+    `name` may be the name of the encoder in tables, the first digits of its id, or the first digits
+    of the SHA-256 of its weights. It may also be a checkpoint file, a run folder, or any other
+    address for `--checkpoint`.
 
     Raises:
         DataError: No encoder or more than one encoder in `records` matches.

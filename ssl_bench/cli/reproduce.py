@@ -225,7 +225,6 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _require_single_process(options: argparse.Namespace) -> None:
-    """Raise ConfigurationError if torchrun started more than one process."""
     count = get_process_info().world_size
     if count > 1:
         table = escape_braces(options.name) if options.name else "{table}"
@@ -427,12 +426,11 @@ def _training_step(
 
 
 def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
-    """Return overrides for schedule lengths that do not fit in a run that the user shortened.
+    """Return KEY=VALUE settings for schedules that are too long for a run that was shortened.
 
-    For example, a warm-up of 10.0 epochs does not fit if the user sets `train.epochs=5`. The
-    override `KEY=null` then makes it a fraction of the run. Recipes write schedule lengths as
-    decimal numbers (`10.0`). Integers (`5`) are intervals between measurements, and are not
-    changed.
+    For example, a warm-up of 10.0 epochs is too long for `train.epochs=5`. The setting `KEY=null`
+    then makes it a fraction of the run. Recipes write lengths of schedules as decimal numbers
+    (`10.0`). Integers (`5`) are intervals between measurements, and are not changed.
     """
     recipe = read_file(config_folder() / "experiment" / f"{run.recipe}.yaml")
     values = {**flatten_config(recipe), **run.changes}
@@ -513,7 +511,7 @@ def shell_commands(plan: Plan) -> Iterator[str]:
 
 
 def format_plan(plan: Plan) -> str:
-    """Describe the plan for a table as text. Also state which runs and records already exist."""
+    """Describe the plan for a table as text. Also state which runs and scores already exist."""
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
     states = {run.name: read_run_state(plan.options.runs / run.name) for run in plan.runs}
     if states:
@@ -539,10 +537,10 @@ def _load_records(out: Path) -> list[Record]:
 
 
 def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
-    """Return a row for the list of probes: title, checkpoint and number of existing records.
+    """Return a row about a probe command: title, checkpoint and number of existing records.
 
-    A record is a stored score. Only records of this checkpoint that fill a column of the table
-    count.
+    A record is a stored score. It is counted if it belongs to the checkpoint and to one of the
+    table columns that the command fills.
     """
     # Recognise the records of an encoder by the digest in the .sha256 file next to its weights.
     address = Path(step.arguments[step.arguments.index("--checkpoint") + 1])
@@ -588,10 +586,10 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
 
 
 def _curve_commands(plan: Plan) -> Iterator[str]:
-    """Yield the commands that draw our results as curves, if the table contains values of curves.
+    """Yield the commands that draw our results as curves.
 
-    This is the case if the table contains training losses, or scores at more than two epochs of a
-    run. For all other tables, no command is yielded.
+    The table must contain training losses, or scores at more than two epochs of a run. For all
+    other tables, no command is yielded.
     """
     if any(column.metric.endswith("loss_100") for column in plan.table.columns):
         places = [plan.options.runs / run.name for run in plan.runs]

@@ -79,8 +79,8 @@ def _draw_figure(tables: Sequence[ScoreTable], options: argparse.Namespace) -> N
 def _is_overview(options: argparse.Namespace) -> bool:
     """Return whether to print only the tables of each task's main metric.
 
-    This is the case if the user has not chosen a task, dataset, metric, facet, protocol, format, or
-    another kind of table, such as `--pivot`.
+    The result is False if the user has chosen a task, dataset, metric, facet (kind of feature),
+    protocol (preset), format, or another kind of table, such as `--pivot`.
     """
     kinds = (options.pivot, options.over_epochs, options.over_severity, options.paper)
     has_filter = any(getattr(options, name) is not None for name in (*FILTERS, "format"))

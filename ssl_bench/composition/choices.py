@@ -42,8 +42,8 @@ class Experiment:
     """A pretraining run of a paper, which users choose with `experiment=NAME`.
 
     Attributes:
-        name: Name of the run, which no other run has. It may equal the name of the recipe only if
-            the run changes no settings.
+        name: Unique name of the run. It may equal the name of the recipe only if the run changes no
+            settings.
         recipe: Name of the file of `configs/experiment` that contains the settings of the run.
         changes: Settings that differ from the recipe, by full key such as "model.depth". The keys
             "model", "objective" and "optimizer" choose a config file.
@@ -61,7 +61,7 @@ class Experiment:
     def to_config(self) -> dict[str, Any]:
         """Return the settings of the run as the content of a file in `configs/experiment`.
 
-        The key `defaults`, a list of Hydra, contains the recipe. Settings with dotted keys become
+        The recipe becomes an entry of Hydra's list `defaults`. Settings with dotted keys become
         nested dictionaries.
         """
         files = {key: value for key, value in self.changes.items() if key in _FILE_GROUPS}
@@ -308,8 +308,8 @@ def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Exp
         file: File of the paper, for error messages.
         stem: Name of the run, such as "vit". Names of the other runs begin with it, such as
             "vit_relu".
-        values: Content of the paper's file for this run. The key `arms` maps the rest of each name,
-            such as "relu", to the changed settings.
+        values: Content of the paper's file for this run. The key `arms` contains the other runs: it
+            maps the end of a name, such as "relu", to the settings that this run changes.
     """
     if not _RUN_NAME.fullmatch(stem):
         raise ConfigurationError(

@@ -153,7 +153,7 @@ def list_keys(config: Mapping[str, Any]) -> list[str]:
 def read_file(file: Path) -> dict[str, Any]:
     """Return the content of a YAML file of `configs/`.
 
-    Other files in its list `defaults`, which Hydra would merge, are not merged.
+    The files in its list `defaults` are not merged, although Hydra would merge them.
     """
     values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     return values
@@ -177,7 +177,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
     # the results, which users publish. "???" stands for a missing value.
     if "${" in text or text == "???":
         raise ConfigurationError(
-            f"{key[:MAX_NAME_LENGTH]} expects a value, got the placeholder {format_value(text)}"
+            f"{key[:MAX_NAME_LENGTH]} needs a value instead of the placeholder {format_value(text)}"
         )
     value = _parse_value(override, text)
     if reserved := [name for name in _all_names({key: value}) if name in _RESERVED]:
@@ -586,7 +586,7 @@ def load_protocol_values(probe: Any) -> dict[str, Any] | None:
 
 
 def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
-    """Return the values of the fields that a protocol file (a preset of settings) sets, by name.
+    """Return the values of the fields that a protocol file (a preset of settings) sets.
 
     A mapping with a key `_target_`, which contains the import path of a class, becomes an instance
     of this class.
@@ -600,11 +600,11 @@ def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
 
 
 def fill_in_guesses(probe: Any, guesses: Sequence[str]) -> list[str]:
-    """Fill in the values of a probe's settings in texts that contain names such as "$epochs".
+    """Replace names such as "$epochs" in texts by the values of a probe's settings.
 
-    An example is "$epochs epochs over these crops". Each text states what we guess about a
-    published protocol where its authors state nothing. A text is left out if it contains a setting
-    that the probe does not have.
+    An example is "$epochs epochs over these crops". Each text states an assumption of ours about a
+    published protocol, because its authors do not state it. A text is left out if it contains a
+    setting that the probe does not have.
 
     Args:
         probe: The probe.

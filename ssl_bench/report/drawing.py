@@ -98,7 +98,7 @@ class Marker(NamedTuple):
 
 
 class DrawnCurve(NamedTuple):
-    """A `Curve` in SVG coordinates.
+    """A curve of a chart in SVG coordinates.
 
     Attributes:
         line: SVG path through the points.

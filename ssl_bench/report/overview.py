@@ -168,7 +168,7 @@ def join_names(names: Iterable[str]) -> str:
 
 
 BlockTable = Sequence[tuple[ScorePanel, ScoreLine]]
-"""A table with one row per block. Each column is a pair: a panel (chart) and one of its lines."""
+"""A table with blocks as rows. A panel (chart) and one of its score lines stand for each column."""
 
 
 class BlockGroup(NamedTuple):
@@ -250,11 +250,10 @@ def summarize_checkpoints(
 
 
 def _select_summarized_panels(panels: Sequence[ScorePanel]) -> list[ScorePanel]:
-    """Return the panels (groups of comparable scores) that `summarize_checkpoints` describes.
+    """Return the main panels (groups of comparable scores) of each protocol (preset of settings).
 
-    These are the panels that `select_main_panels` returns for all panels, and for the panels of
-    each single protocol (preset of a probe's settings). Panels of the same task and split are
-    neighbours.
+    `select_main_panels` chooses them, once from all panels and once from the panels of each
+    protocol. Panels of the same task and split are neighbours.
     """
     chosen = {panel.number: panel for panel in select_main_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):

@@ -384,7 +384,7 @@ def _list_evaluations(store: ResultStore, records: Sequence[Record]) -> list[dic
     """Return the distinct settings with which the records (stored scores) were computed.
 
     Returns:
-        Dictionaries with the keys "title" (task, dataset and protocol), "footnote" (how the scores
+        Dictionaries with the keys "title" (task, dataset and preset), "footnote" (how the scores
         were computed), "fingerprint" (digest of the scored images), "settings" (names and values),
         "num_images" (scored and training images), "seconds", "time" (the seconds as text) and
         "rate" (images per second). If the number of images is unknown, it and the rate are None.

@@ -148,12 +148,9 @@ def load_per_image_scores(
 
 
 def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
-    """Return the names of the scored images, or "image 3 of 40" and so on if they are unknown.
+    """Return the names of the scored images of a record (a stored score).
 
-    Args:
-        store: Results folder.
-        record: A stored score of these images.
-        number: Number of images.
+    If the names of the `number` images are unknown, return "image 3 of 40" and so on.
     """
     names = store.image_ids(record.dataset_fingerprint)
     if names is not None and len(names) == number:
@@ -208,7 +205,7 @@ def compare_in_panel(
 
 
 def _count_correct(first: PerImage, second: PerImage) -> list[int] | None:
-    """Return how many images both checkpoints, only one of them, or neither predicts correctly.
+    """Count the images on which both checkpoints, only one of them, or neither is correct.
 
     The order is: both, only the first, only the second, neither. Return None if the per-image
     scores are not one integer per image: 1 if the image is correct, 0 if it is wrong.
@@ -228,12 +225,7 @@ def _list_images(
     """Return the images on which the mean IoU of two checkpoints differs most.
 
     Images on which the first checkpoint is better come first. The list is empty unless the metric
-    is mean IoU.
-
-    Args:
-        metric: Name of the metric.
-        names: Names of the images.
-        sides: Per-image scores of the first and of the second checkpoint.
+    is mean IoU. `sides` contains the per-image scores of both checkpoints.
 
     Returns:
         For each image, its name, the IoU of both checkpoints in percent, and the difference.

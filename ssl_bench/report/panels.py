@@ -34,9 +34,9 @@ from ssl_bench.tables.sheets import NO_VALUE
 from ssl_bench.tables.styles import SKIPS, choose_styles, lacks_skips
 
 MAX_LINES = 24
-"""Largest number of checkpoints or runs that are drawn in a panel."""
+"""Largest number of checkpoints or runs that are drawn in one chart."""
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
-"""Record fields by which readers can filter the panels of a page."""
+"""Fields of stored scores by which readers can filter the charts of a page."""
 FIRST_TASKS = ("segmentation", "tokencut")
 """Tasks that come first on a page, in this order."""
 
@@ -133,11 +133,8 @@ def mute_checkpoints(
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
     """Return the properties that distinguish an encoder from others with the same model name.
 
-    The text is, for example, "depth 12, image size 224".
-
-    Args:
-        record: A stored score of the encoder.
-        namesakes: A stored score of each encoder with this model name.
+    The text is, for example, "depth 12, image size 224". `namesakes` contains a stored score of
+    each encoder with this model name.
     """
 
     def list_facts(other: Record) -> dict[str, str]:
@@ -211,8 +208,8 @@ class ScoreLine:
     def marked_entries(self) -> tuple[ScoreEntry, ...]:
         """The scores that are marked as best: the highest score, or several if they tie.
 
-        The tuple is empty if all of several blocks have the same score, or if `best_entry` is None.
-        Degenerate blocks, where too many images have an arbitrary result, are ignored.
+        The tuple is empty if no block can be best, or if there are several and all have the same
+        score. Degenerate blocks, where too many images have an arbitrary result, are ignored.
         """
         if self.best_entry is None:
             return ()
@@ -223,7 +220,8 @@ class ScoreLine:
     def best_blocks_text(self) -> str:
         """The blocks with the best score as text, such as "block 3" or "all 12 blocks equal".
 
-        If no block can be the best, the text names the last block, such as "block 11, degenerate".
+        If no block can be the best, the text names the last block, such as "block 11, degenerate"
+        if too many of its images have an arbitrary result.
         """
         if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"

@@ -51,8 +51,7 @@ class PictureFiles:
     """The picture files of a results folder, which may come from an untrusted source.
 
     Only PNG files are shown, because an SVG file can contain scripts. Symbolic links are not
-    followed. The attribute `rejected_paths` maps each of these paths to the reason why it is not
-    shown.
+    followed. The attribute `rejected_paths` maps each path that is not shown to the reason.
     """
 
     def __init__(self, root: Path) -> None:
@@ -105,7 +104,7 @@ class PictureFiles:
     def picture_size(self, name: str) -> PictureSize:
         """Return the size of the picture at the path `name`, relative to the results folder.
 
-        The method `list_below` must have returned this picture before.
+        Call `list_below` first, because it reads the sizes.
         """
         return self._sizes[self.root / name]
 
@@ -166,8 +165,8 @@ class Gallery:
     def match_key(self) -> tuple[str, str, str, str, bool]:
         """Key that is equal for galleries of different checkpoints that can be shown side by side.
 
-        It contains the task, the dataset, the image set, the variant, and whether each picture
-        shows all blocks.
+        It contains the task, the dataset, the image set, the protocol with the kind of feature, and
+        whether each picture shows all blocks.
         """
         return self.task, self.dataset, self.image_set_id, self.variant, not self.layers
 
@@ -293,10 +292,10 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 
 
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of `files`, with the titles of the pictures as keys.
+    """Replace the keys of `files`, which are file names without suffix, by titles of pictures.
 
-    The keys of `files` are file names without suffix. The title of a picture is this name without a
-    digest at its end. If two titles are equal, the keys are not changed.
+    A title is the file name without the digest at its end. If two titles are equal, the file names
+    are kept as keys.
     """
     titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
@@ -450,8 +449,8 @@ def count_hits(store: ResultStore, panels: Sequence[ScorePanel]) -> dict[str, fl
     """Count, for each image, how many encoders find the object in it at their best block.
 
     Only tasks that search for an object are considered, and the counts of several tasks are added.
-    If images have scores in percent instead of hits, an image counts by the ratio of its score to
-    the highest score. `panels` contains the groups of comparable scores.
+    If an encoder has percentages instead of hits, each percentage is divided by the highest one.
+    `panels` contains the groups of comparable scores.
 
     Returns:
         The count for each file name of a picture.

@@ -143,9 +143,9 @@ def guess_kind(metric: str, per_image: PerImage) -> str:
 def matches_record(per_image: PerImage, record: Record) -> bool:
     """Return whether per-image values match their record, which is a stored result.
 
-    The metric that is computed from them must equal the value in the record, up to rounding. The
-    values must also have the shape that `PerImageKind` describes. Pixel counts must be consistent.
-    For example, a class cannot have more correct pixels than predicted pixels.
+    The metric that the values yield must equal the value in the record, up to rounding. The values
+    must also have the shape that `PerImageKind` describes. Pixel counts must be consistent. For
+    example, a class cannot have more correct pixels than predicted pixels.
     """
     rule = _RULES.get(record.per_image_kind or guess_kind(record.metric, per_image))
     shape = per_image.shape[1:]
@@ -254,11 +254,10 @@ class ImageCurve:
 
     @property
     def held_out_estimate(self) -> Estimate:
-        """Metric at blocks that are chosen on other images than those on which they are scored.
+        """Metric at blocks that are chosen on held-out images, by cross-validation.
 
-        This is a cross-validation. The images are split into folds, and each fold is scored with
-        the block that is best on the other folds. If no block may be reported as best, this is the
-        metric of the last block.
+        The images are split into folds, and each fold is scored with the block that is best on the
+        other folds. If no block may be reported as best, this is the metric of the last block.
         """
         return self._held_out[0]
 

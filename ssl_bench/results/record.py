@@ -56,7 +56,7 @@ UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share", "degenerate
 """Metrics in percent for which a higher value is not better."""
 
 MAX_DEGENERATE_PERCENT = 50.0
-"""A block is never reported as best if a larger percentage of its images is degenerate."""
+"""A block is never reported as best if the result of a larger percentage of images is arbitrary."""
 
 SUPERVISED = "supervised"
 """Value of `Record.task` in the records of supervised pretraining. No probe has this name."""
@@ -442,7 +442,7 @@ def _shorten(value: Any) -> str:
 
 
 OLD_FORMAT = "old format without the identity of the encoder and the training images"
-"""Text for messages: the reason why a record of an early version cannot be read."""
+"""Text for messages: why a stored result of an early version cannot be read."""
 
 MAX_FILE_BYTES = 16 * 2**20
 """Maximum size, in bytes, of a record's file and of a file with image ids."""
@@ -598,7 +598,7 @@ def find_encoder(
 
 
 def _require_possible_values(record: Record) -> None:
-    """Raise an error if a percentage in a record is out of range or is not a number.
+    """Raise an error if a percentage in a record (a stored result) is out of range or not a number.
 
     An error is also raised if the training images, the corruption or the baseline have unexpected
     fields.
@@ -673,10 +673,10 @@ def _parse_number(value: Any) -> float:
 
 
 def describe_reading_error(error: Exception) -> str:
-    """Return a text of at most about 200 characters that says why a record could not be parsed.
+    """Return a text that says why a record (a stored result) could not be parsed.
 
-    Args:
-        error: The exception that `RecordReader.parse` raised.
+    The text has at most about 200 characters. `error` is the exception that `RecordReader.parse`
+    raised.
     """
     reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
     most = _MAX_REASON_CHARACTERS

@@ -1,4 +1,4 @@
-"""Read and write folders of results. A record, which stores one result, is a JSON file or a row.
+"""Read and write folders of results. A record stores one result.
 
 A folder of results contains:
 
@@ -132,11 +132,7 @@ class ResultStore:
         return name if (self.root / name).exists() else f"{PACKED_FILE}: {name}"
 
     def load(self, key: ResultKey) -> Record | None:
-        """Return the stored record of a result, or None if no valid record is stored.
-
-        Args:
-            key: The identity of the result.
-        """
+        """Return the stored record of the result `key`, or None if no valid record is stored."""
         path, usual_path = self._find_path(key), self.path(key)
         if path is None and usual_path in self._unreadable_rows():
             self.unreadable[usual_path] = _DAMAGED_ROW
@@ -170,12 +166,8 @@ class ResultStore:
     def _list_by_digest(self, folder: Path, checkpoint_sha256: str) -> dict[str, Path]:
         """Return the paths of all records (stored results) of an encoder in a folder.
 
-        Args:
-            folder: Folder of JSON files.
-            checkpoint_sha256: SHA-256 of the encoder's weights.
-
-        Returns:
-            Path of each record by its `numeric_digest`, which does not distinguish 1 and 1.0.
+        The key of a path is the `numeric_digest` of its record, which does not distinguish 1 and
+        1.0.
         """
         reader, paths = RecordReader(), {}
         packed = (path for path in self._packed() if path.parent == folder)
@@ -389,9 +381,6 @@ class ResultStore:
         All other records are stored in `outdated`. Tables therefore never mix versions, even if
         records come from several machines.
 
-        Args:
-            records: All valid records.
-
         Raises:
             DataError: All records are outdated.
         """
@@ -426,7 +415,7 @@ class ResultStore:
         return [*probe, "--checkpoint", "{checkpoint}", "--out", escape_braces(str(self.root))]
 
     def describe_left_out(self) -> list[str]:
-        """Return messages about records that the last call of `records` left out.
+        """Return messages about records (stored results) that the last call of `records` left out.
 
         There is at most one message about unreadable records and one about outdated records.
         """
@@ -509,11 +498,8 @@ class ResultStore:
     def _read_content(self, path: Path, checked_folders: set[Path] | None = None) -> bytes:
         """Return the content of a JSON file in this folder.
 
-        If the file does not exist, its content is taken from `records.parquet`.
-
-        Args:
-            path: Path of the JSON file.
-            checked_folders: Cache of folders that were already checked for symbolic links.
+        If the file does not exist, its content is taken from `records.parquet`. `checked_folders`
+        is a cache of folders that were already checked for symbolic links.
 
         Raises:
             OSError: The file cannot be read.

@@ -22,7 +22,7 @@ _CLASS_LITERAL = r"^class {name}\b.*?(?:^class |^    metric_version\b[^=\n]*= *(
 
 @cache
 def metric_version(task: str) -> int:
-    """Return the version of the code that computes a task's metrics, `Probe.metric_version`.
+    """Return `Probe.metric_version` of a task: the version of the code that computes its metrics.
 
     The number is read from the source file of the probe. Importing the probe would also import
     PyTorch, but `ssl-bench table` must start fast. The result is 1 for tasks of other packages, and

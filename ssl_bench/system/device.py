@@ -365,9 +365,10 @@ def scatter_value_counts(
     size: int,
     weights: Float[Tensor, " places"] | None = None,
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
-    """Count values as `value_counts` does, but never make the CPU wait for a GPU.
+    """Return how often each number from 0 to `size` - 1 occurs in `values`.
 
-    The counts are computed by `scatter_add_`, which also works on a CPU.
+    With `weights`, return the sum of the weights for each number instead. `scatter_add_` computes
+    the result, because it does not make the CPU wait for a GPU.
     """
     if weights is None:
         ones = torch.ones(1, dtype=torch.int64, device=values.device)

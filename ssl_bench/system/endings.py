@@ -48,9 +48,9 @@ def handle_signals(
     """Use `handler` for the named signals in this context, then restore the previous handlers.
 
     Outside of the main thread, this function has no effect, because Python does not allow handlers
-    there. A SIGHUP that is already ignored stays ignored, as `nohup` expects. If another SIGHUP
-    arrives because the terminal was closed, output to it is redirected to /dev/null before
-    `handler` is called.
+    there. A SIGHUP that is already ignored stays ignored, as `nohup` expects. Otherwise, if SIGHUP
+    arrives because the terminal was closed, output to the terminal is redirected to /dev/null
+    before `handler` is called.
 
     Args:
         names: Names of signals, such as "SIGTERM". Signals that the system lacks are left out.
@@ -167,7 +167,7 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
 def _convert_error(error: Exception, command: str) -> SslBenchError | None:
     """Return the error to report to the user, or None if the error is a bug in this program.
 
-    `command` is the name of the command, which determines the hint of an out-of-memory error.
+    `command` is the name of the command. It determines what an out-of-memory error suggests.
     """
     if isinstance(error, SslBenchError):
         return error

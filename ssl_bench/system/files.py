@@ -551,7 +551,7 @@ def figure_file_name(image_id: str, *, prefix: str = "") -> str:
 
 
 TILES = "ssl-bench tiles"
-"""Keyword of the text in a figure's PNG file that states the positions of the images in it."""
+"""Keyword of the text in a figure's PNG file that states where the figure shows which image."""
 
 
 def figure_title(name: str) -> str:

@@ -138,9 +138,9 @@ def keep_freed_memory() -> None:
     """Let the C library keep the memory of freed tensors for reuse.
 
     By default, glibc returns large blocks to the system. The kernel must then clear every memory
-    page of the next tensor, which takes time. With this function, the C library keeps up to 512 MiB
-    of freed memory, in addition to gaps between used blocks. The function changes nothing if the
-    user has configured memory allocation by environment variables.
+    page of the next tensor, which takes time. With this function, the C library keeps gaps between
+    used blocks, and up to 512 MiB after the last one. The function changes nothing if the user has
+    configured memory allocation by environment variables.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return

@@ -37,7 +37,7 @@ from ssl_bench.tables.sheets import NO_VALUE, Cell, PrintedTable, Table
 
 _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
 _MATCHED_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
-"""Fields that must be equal in two stored scores before their other fields are compared."""
+"""The other differences of two stored scores are only reported if these fields are equal."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
     """Compare each block of one encoder with its best block.
 
     One more row compares the best block with a block that is chosen on held-out images. If no block
-    can be the best, blocks are compared with the last block, and this row is left out. `curve`
+    can be the best, there is no such row, and blocks are compared with the last block. `curve`
     contains the per-image scores at each block.
     """
     best = get_block_score(curve, curve.best_layer)
@@ -521,14 +521,9 @@ def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequen
 def _load_curves(
     store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
 ) -> list[ImageCurve]:
-    """Return the per-image scores at every block, for each encoder.
+    """Return the per-image scores of comparable records (stored scores) at every block, by encoder.
 
-    The list is empty if any encoder has no stored per-image scores.
-
-    Args:
-        store: Results folder with the per-image scores.
-        group: Comparable records (stored scores).
-        encoders: Ids of the encoders.
+    The list is empty if any encoder has no stored per-image scores. `encoders` contains the ids.
     """
     curves = [load_curve(store, [r for r in group if r.encoder_id == key]) for key in encoders]
     is_complete = all(curve.per_image for curve in curves)
@@ -540,10 +535,8 @@ def _explain_failure(
 ) -> str:
     """Return why the scores of a task cannot be compared and, if possible, how to change this.
 
-    Args:
-        store: Results folder.
-        records: Stored scores of the task.
-        encoders: Dictionary from the id to the name of each encoder to compare.
+    `records` contains the stored scores of the task. `encoders` contains the names of the encoders
+    to compare, by their ids.
     """
     task = records[0].task
     sides = {name: [r for r in records if r.encoder_id == key] for key, name in encoders.items()}

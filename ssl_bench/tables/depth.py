@@ -31,7 +31,7 @@ PROBE_EPOCHS = (
     *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
     *("ssl-bench", "probe", "--task", "all", "--checkpoint", "{run}@100"),
 )
-"""Hint for errors about missing records of several epochs of a run."""
+"""What errors suggest if a run was not probed at several epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,7 @@ def epoch_tables(records: Sequence[Record]) -> list[ScoreTable]:
 def epoch_table(records: Sequence[Record], title: str) -> ScoreTable:
     """Return a table of the scores of one run, with epochs as rows and blocks as columns.
 
-    `records` contains the stored scores, which must be comparable.
+    `records` contains stored scores with the same metric, images and settings.
     """
     return _score_table(
         records, title, "epoch", lambda record: (epoch_number(record), f"block {record.layer}")
@@ -255,13 +255,10 @@ def _score_table(
     row_name: str,
     key: Callable[[Record], tuple[float, str]],
 ) -> ScoreTable:
-    """Build a table in which each cell is a mean over random seeds.
+    """Build a table of comparable records (stored scores), whose cells are means over random seeds.
 
-    Args:
-        records: Comparable records (stored scores).
-        title: Title of the table.
-        row_name: What a row stands for, such as "block".
-        key: Function that returns the row and the column to which a record belongs.
+    `row_name` states what a row stands for, such as "block". `key` returns the row and the column
+    to which a record belongs.
     """
     entries = group_and_average(records, key)
     return ScoreTable(
@@ -302,7 +299,8 @@ def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
 def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
     """Raise DataError if the records (stored scores) have two encoders for the same epoch of a run.
 
-    This happens if two runs have the same name. The records must be comparable.
+    This happens if two runs have the same name. The records must have the same metric, images and
+    settings.
     """
     encoders: dict[float, str] = {}
     for record in records:
@@ -319,7 +317,7 @@ def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
 def epoch_number(record: Record) -> float:
     """Return the pretraining epoch of the encoder of a record (a stored score).
 
-    The record must contain this epoch.
+    The record must state this epoch, as those of `group_by_run` do.
     """
     return float(record.details["epoch"])
 

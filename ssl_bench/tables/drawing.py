@@ -105,7 +105,7 @@ def curves_figure(tables: Sequence[ScoreTable]) -> "Figure":
 
 
 def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
-    """Break a panel title or legend label into lines of at most `letters` characters.
+    """Break the title of a chart or a legend label into lines of at most `letters` characters.
 
     There is always a line break after the first comma.
     """
@@ -129,10 +129,8 @@ def _figure_inches(
 ) -> tuple[float, float]:
     """Return the width and height of a figure in inches, with room for titles and legend.
 
-    Args:
-        titles: Title of each panel (chart), which may have several lines.
-        num_columns: Number of panels in a row.
-        legend_lines: Number of lines of the legend.
+    `titles` contains the titles of all panels (charts), with line breaks. `num_columns` is the
+    number of panels in a row.
     """
     starts = range(0, len(titles), num_columns)
     title_lines = [max(t.count("\n") for t in titles[n : n + num_columns]) for n in starts]
@@ -194,12 +192,8 @@ def _draw_curve(
 ) -> None:
     """Draw one column of a table as a curve.
 
-    Args:
-        ax: The matplotlib axes.
-        table: The table of scores.
-        column: Name of the column.
-        line_style: Keyword arguments of the matplotlib line.
-        top: Height at which infinite values are drawn.
+    `line_style` contains keyword arguments of the matplotlib line. Infinite values are drawn at the
+    height `top`.
     """
     entries = {row: entry for row, at, entry in table.scores() if at == column}
     values = [min(entry.value, top) for entry in entries.values()]

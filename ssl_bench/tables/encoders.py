@@ -183,11 +183,8 @@ def column_names(records: Sequence[Record]) -> list[str]:
 def _extend_equal_names(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
     """Append words to those column names that are not unique, and return all names.
 
-    Words are only appended if they distinguish the columns of the same name.
-
-    Args:
-        names: The name of each column, as a list of words.
-        words: For each column, the words that may be appended to its name.
+    A name is a list of words. For each column, `words` contains the words that may be appended.
+    They are only appended if they distinguish the columns of the same name.
     """
     words_by_name: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
     for name, more in zip(names, words, strict=True):

@@ -1,6 +1,6 @@
 """Group comparable records (stored scores), average them over seeds, and write notes on tables.
 
-An `ScoreEntry` is one value of a table. The notes state, for example, the number of images and the
+A `ScoreEntry` is one value of a table. The notes state, for example, the number of images and the
 software versions.
 """
 
@@ -241,9 +241,9 @@ class ScoreEntry:
 
     @property
     def text_parts(self) -> tuple[str, ...]:
-        """The printed text, split into the value and the rest, such as ("32.3", "± 1.2 †2").
+        """The printed text, split into the value and its additions, such as ("32.3", "± 1.2 †2").
 
-        If there is no rest, the tuple contains only the value.
+        Additions are the interval and the signs. Without them, the tuple contains only the value.
         """
         return tuple(filter(None, self.text().partition(" ")[::2]))
 
@@ -263,8 +263,8 @@ class ScoreEntry:
     def text(self) -> str:
         """Return the value as printed text, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]".
 
-        The number after "±" is half of the width of a symmetric 95 % interval. "†2" states that 2 %
-        of the images are degenerate.
+        The number after "±" is half of the width of a symmetric 95 % interval. "†2" states that the
+        results of 2 % of the images are arbitrary.
         """
         if math.isnan(self.value):
             return NO_VALUE
@@ -379,7 +379,7 @@ def group_and_average(records: Iterable[Record], key: Callable[[Record], K]) -> 
 
 
 def show_seed_counts(entries: Mapping[K, ScoreEntry]) -> dict[K, ScoreEntry]:
-    """Return copies of table entries, which print their number of seeds if these numbers differ."""
+    """Return copies of table entries that print their number of seeds, if these numbers differ."""
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
@@ -539,7 +539,7 @@ def describe_provenance(records: Sequence[Record], title_settings: Container[str
 
 
 def image_size_note(records: Iterable[Record], title_settings: Container[str] = ()) -> str:
-    """Return the image size in the records as the end of a note, such as ", image_size=224".
+    """Return the image size in the stored scores as the end of a note, such as ", image_size=224".
 
     If encoders received images of different sizes, each size is followed by the tasks and encoders
     with this size. `title_settings` contains the names of settings in the table title, such as

@@ -77,11 +77,8 @@ def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Sco
     """Return the score of the block whose mean over seeds is highest, or None if there is none.
 
     If there are several blocks, degenerate ones are left out. A block is degenerate if the results
-    of more than half of the images are arbitrary.
-
-    Args:
-        seeds: The records (stored scores) of each seed.
-        layers: Indices of the blocks to choose from.
+    of more than half of the images are arbitrary. `seeds` contains the records (stored scores) of
+    each seed.
     """
     entries = [
         average_over_seeds([record for seed in seeds for record in seed if record.layer == layer])
@@ -157,10 +154,9 @@ def _seeds_differ(entry: ScoreEntry) -> bool:
 
 
 def miou_choice_notes(metrics: Iterable[str]) -> list[str]:
-    """Return a note for tables with scores of several blocks, which were chosen on held-out images.
+    """Return a note on why the mean IoU may be low if blocks were chosen on held-out images.
 
-    The note explains why the mean IoU of such scores may be low. The list is empty if none of the
-    metrics is mean IoU.
+    The list is empty if none of the metrics is mean IoU.
     """
     if not any(metric.startswith("miou") for metric in metrics):
         return []
@@ -182,9 +178,8 @@ def blocks_text(entry: ScoreEntry) -> str:
 def show_seed_counts_by_column(
     entries: Mapping[tuple[str, str], ScoreEntry],
 ) -> dict[tuple[str, str], ScoreEntry]:
-    """Apply `show_seed_counts` to each column of a table separately.
+    """Return copies of table entries that print their number of seeds if it differs in a column.
 
-    The text of an entry then states its number of seeds if this number differs within the column.
     The keys of `entries` are pairs (row, column).
     """
     counted: dict[tuple[str, str], ScoreEntry] = {}

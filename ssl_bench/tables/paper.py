@@ -118,7 +118,7 @@ class PaperTable(ScoreTable):
         """Yield each cell of the published table with our score, or None if we have no score.
 
         A cell is a dictionary with the row, the column and the published value. Our score is a
-        number instead of an `ScoreEntry` if it is not stored as a record.
+        number instead of a `ScoreEntry` if it is not stored as a record.
         """
         for row in self.rows:
             for column in self.columns:
@@ -210,11 +210,7 @@ def _find_series(
     A record is a stored score. The groups that are closest to the paper come first. Groups with the
     protocol (preset of settings) of the paper precede all others. If this does not decide the
     order, groups with the metric of the column come first, then groups with unchanged settings.
-
-    Args:
-        column: The published column.
-        records: The records to group.
-        paper: Name of the paper and of its protocol.
+    `paper` is the name of the paper and of its protocol.
     """
 
     def distance(group: Sequence[Record]) -> tuple[bool, bool, bool, int, int, int]:
@@ -261,12 +257,8 @@ def _derive_numbers(
     """Return our values that are not stored as records (scores of probes), by (row, column).
 
     They are numbers computed from training logs, and differences between rows. Values that cannot
-    be computed are left out.
-
-    Args:
-        published: The published table.
-        entries: Our scores from records, by (row, column).
-        runs: Folder of our pretraining run for each row name.
+    be computed are left out. `entries` contains our scores from records, and `runs` the folder of
+    our pretraining run for each row name.
     """
     derived_values: dict[tuple[str, str], float] = {}
     for column in published.columns:
@@ -348,10 +340,7 @@ def _missing_notes(
 ) -> list[str]:
     """Return notes on how our scores were computed, and on how to fill empty rows and columns.
 
-    Args:
-        table: The table with published values and our scores.
-        encoders: A record (stored score) of our encoder, by the name of its row.
-        records: All records.
+    `encoders` contains a record (stored score) of our encoder for each row name.
     """
     notes, columns = [], table.published.columns
     if scores := table.entries.values():

@@ -18,7 +18,7 @@ RUN_TASK = "run"
 DIFFERENCE = "difference"
 """Task of a column that contains the differences between rows of another column."""
 LAST_BLOCK = "last"
-"""Choice of the last block, for metrics that are means over a block and all earlier blocks."""
+"""Value of `PublishedColumn.choice` for columns that always show the score of the last block."""
 SINGLE_BLOCK = "single"
 """Value of `probe.layers_mode` for heads that use the features of a single block."""
 _COPIED_KEYS = ("name", "title", "setup", "unknown", "where", "doubts", "in_reports")

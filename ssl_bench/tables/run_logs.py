@@ -113,7 +113,7 @@ class RunLog:
 
     @property
     def num_missing(self) -> int:
-        """Number of steps up to the last logged step that have no row in the log."""
+        """Number of steps without a row in the log, up to the last logged step."""
         return self.last_step - len(self.steps)
 
     @property

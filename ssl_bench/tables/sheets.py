@@ -235,11 +235,7 @@ def _format_latex(table: PrintedTable) -> str:
 def _emphasise(cell: Cell, bold: str, escape: Callable[[str], str], underline: str = "{}") -> str:
     """Return the escaped text of a cell: the best score in bold, the second-best underlined.
 
-    Args:
-        cell: The cell.
-        bold: Format string of bold text, such as "**{}**".
-        escape: Function that escapes special characters.
-        underline: Format string of underlined text. By default, text is not underlined.
+    `bold` and `underline` are format strings, such as "**{}**". By default, text is not underlined.
     """
     value, space, dagger = cell.text.partition(" †")
     emphasis = bold if cell.is_best else underline if cell.is_second else "{}"

@@ -28,7 +28,7 @@ class LoggedEntry(ScoreEntry):
 
     If the measure is logged at every step, the value is its mean over several steps. `low` and
     `high` are one standard deviation below and above the mean. Otherwise, the value is the latest
-    one of these steps, and `low` and `high` are None.
+    value at these steps, and `low` and `high` are None.
 
     Attributes:
         measure: Name of the measure, such as "loss".
@@ -115,7 +115,7 @@ class StepTable(ScoreTable):
         ]
 
     def curves_by_measure(self) -> list[ScoreTable]:
-        """Return one table per measure, with runs as columns, which are drawn as curves."""
+        """Return one table per measure. Its columns are runs, and each column becomes a curve."""
         tables = []
         for measure in self.measures:
             table = tabulate_logs(self.logs, [measure], MAX_POINTS, title=measure)
