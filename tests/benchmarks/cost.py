@@ -35,10 +35,7 @@ COLUMNS = ("task", "images", "seconds per image", "seconds in all", "peak memory
 
 
 def measure(words: Sequence[str]) -> tuple[float, float]:
-    """Run an `ssl-bench` command.
-
-    Return its processor time in seconds and its peak memory in GiB.
-    """
+    """Run an `ssl-bench` command, and return its processor seconds and peak memory in GiB."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     process = subprocess.Popen(
         [sys.executable, "-m", "ssl_bench", *words],
@@ -55,11 +52,7 @@ def measure(words: Sequence[str]) -> tuple[float, float]:
 
 
 def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
-    """Measure the processor time and peak memory of a probe. Return them as JSON values.
-
-    The probe runs on VOC2012. If VOC2012 lacks the annotations that the probe needs, it runs on a
-    generated dataset.
-    """
+    """Measure a probe on VOC2012, or on a generated dataset if VOC2012 lacks its annotations."""
     for dataset in ("voc2012", *(name for name in choices("dataset") if name.startswith("toy"))):
         words = ["probe", "--task", task, "--checkpoint", "demo:skip", "--dataset", dataset]
         words += ["--limit", str(limit), "--device", "cpu"]
@@ -85,10 +78,7 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
 
 
 def measure_encoders() -> dict[str, float]:
-    """Measure how long one CPU thread takes to extract the tokens of all blocks of several ViTs.
-
-    Return a dictionary from "MODEL, SIZE px" to the seconds per image.
-    """
+    """Return the seconds per image of several ViTs on one CPU thread, by model and image size."""
     torch.set_num_threads(1)
     seconds = {}
     for name, dim, heads in (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12)):
@@ -110,7 +100,7 @@ def read_measurements() -> dict[str, Any]:
 
 
 def probe_page(root: Path, task: str) -> str:
-    """Return the Markdown page of a probe, with new measurements in its section about cost."""
+    """Return the page docs/probes/TASK.md with new measurements of the cost."""
     page = (root / f"docs/probes/{task}.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## Cost\n")
     measured = read_measurements()
@@ -129,10 +119,7 @@ One CPU core scored all {one["blocks"]} blocks of `demo:skip` with this command.
 
 
 def overview(root: Path) -> str:
-    """Return the documentation page on time and memory, with new tables of measurements.
-
-    The tables contain one row for each probe or for each encoder.
-    """
+    """Return the page docs/how_to/estimate.md with new tables of measurements."""
     page = (root / "docs/how_to/estimate.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## On one CPU core\n")
     measured = read_measurements()

@@ -33,13 +33,7 @@ def _json(root: Path, name: str) -> Any:
 
 
 def _by(module: str, name: str, function: str = "page") -> Generator:
-    """Return a function that generates a page from a benchmark's stored measurements.
-
-    Args:
-        module: Name of the benchmark's module.
-        name: Name of the JSON file with the measurements.
-        function: Name of the function of the module that formats the measurements.
-    """
+    """Return a function that generates a page from the measurements in a JSON file."""
     return lambda root: getattr(import_module(f"tests.benchmarks.{module}"), function)(
         _json(root, name)
     )
@@ -55,18 +49,12 @@ def _evidence_figure(experiment: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str) -> Generator:
-    """Return a function that generates a file.
-
-    It calls `function`, without arguments, from the Python program docs/NAME.
-    """
+    """Return a function that generates a file by calling `function` of the program docs/NAME."""
     return lambda root: runpy.run_path(str(root / "docs" / name))[function]()
 
 
 def _records(folder: str, title: str) -> Generator:
-    """Return a function that generates a page with tables of all scores stored in a folder.
-
-    `folder` is relative to results/.
-    """
+    """Return a function that generates a page with all scores in results/FOLDER."""
 
     def generate_page(root: Path) -> str:
         records = ResultStore(root / "results" / folder).records()
@@ -138,7 +126,7 @@ def evidence_figures(root: Path) -> dict[str, Generator]:
 
 
 def probe_pages(root: Path) -> dict[str, Generator]:
-    """Return functions that generate pages with the cost of probes, by the path of the page."""
+    """Return functions that generate the pages with the cost of probes, by the path of the page."""
     from tests.benchmarks.cost import overview, probe_page, read_measurements
 
     tasks = read_measurements()["tasks"]
@@ -147,22 +135,17 @@ def probe_pages(root: Path) -> dict[str, Generator]:
 
 
 def generators(root: Path) -> dict[str, Generator]:
-    """Return a function for each checked file, by the file's path.
-
-    Each function generates the content of the file within seconds.
-    """
+    """Return a function for each checked file, by path, that generates it within seconds."""
     return {**WHOLE, **evidence_figures(root), **probe_pages(root)}
 
 
 def generate(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Generate every checked file. Yield the path and the content of each."""
     for name, generator in generators(root).items():
         content = generator(root)
         yield name, content if isinstance(content, bytes) else content.encode()
 
 
 def outdated(root: Path) -> Iterator[str]:
-    """Yield the path of each checked file that is missing or differs from the generated file."""
     for name, content in generate(root):
         if not (root / name).is_file() or (root / name).read_bytes() != content:
             yield name

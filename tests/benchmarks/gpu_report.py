@@ -44,14 +44,7 @@ SECONDS = float(os.environ.get("GPU_REPORT_SECONDS", "600"))
 
 
 def save_entry(name: str, /, **values: Any) -> None:
-    """Save one measurement, such as the speed of a model, and print it.
-
-    Floats are rounded to four significant digits.
-
-    Args:
-        name: Name of the entry in the report, such as "skip, AdamW".
-        values: Measured values by name, such as the duration (`ms`).
-    """
+    """Save measured values as the entry `name` of the report, and print them."""
     FOUND[name] = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
     OUT.write_text(json.dumps(FOUND, indent=1))
     print(f"  {name}: {json.dumps(FOUND[name])[:300]}", flush=True)
@@ -59,7 +52,7 @@ def save_entry(name: str, /, **values: Any) -> None:
 
 @contextmanager
 def save_errors(name: str) -> Any:
-    """Inside a `with` block, save an exception as an entry of the report instead of raising it."""
+    """Save an exception as an entry of the report instead of raising it."""
     try:
         if CUDA:
             torch.cuda.empty_cache()
@@ -80,10 +73,7 @@ def synchronize() -> None:
 
 
 def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> float:
-    """Return the median duration of a call in milliseconds, including the work on the GPU.
-
-    The function is first called `warm_up` times without a measurement, and then `times` times.
-    """
+    """Return the median duration of a call in milliseconds, including the work on the GPU."""
     durations = []
     for turn in range(warm_up + times):
         synchronize()
@@ -95,11 +85,7 @@ def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> 
 
 
 def kernels(work: Callable[[], Any], count: int) -> list[list[Any]]:
-    """Profile a function, and list the kernels that take the most time.
-
-    Return [milliseconds, launches, name] first for all kernels together, and then for each of the
-    `count` slowest kernels. Without a GPU, operators on the CPU are listed.
-    """
+    """Return [milliseconds, launches, name] of all kernels together and of the `count` slowest."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
         work()
@@ -130,11 +116,7 @@ def environment() -> None:
 
 
 def operations() -> None:
-    """Measure the duration of three operations, and their memory use or rounding error.
-
-    They are the refresh of SOAP's bases, graying (raising the singular values of tokens to a
-    power), and k-NN search. On a GPU, the search has as many vectors as ImageNet has images.
-    """
+    """Measure three operations: refreshing SOAP's bases, graying tokens, and k-NN search."""
     from pretrain.optimizers import soap
     from ssl_bench.models.graying import gray_by_cholesky, gray_by_svd
     from ssl_bench.neighbours import nearest_vectors
@@ -173,15 +155,7 @@ def operations() -> None:
 
 
 def training(timed: int = 40) -> None:
-    """Measure DINO training steps with several models, optimizers and batch sizes.
-
-    On a GPU, the models are ViT-S/16 with and without skip connections. They are trained in
-    bfloat16 with batch size 256 or 320. Each image has 2 crops of 224 pixels and 8 crops of 96
-    pixels.
-
-    Args:
-        timed: Number of steps over which the duration of a step is averaged.
-    """
+    """Measure DINO training steps with several models, optimizers and batch sizes."""
     from pretrain.distributed import TrainingRanks
     from pretrain.objectives.dino import Dino
     from pretrain.optimizers.recipes import AdamW, Soap
@@ -261,10 +235,7 @@ def extraction() -> None:
 
 
 def heads() -> None:
-    """Measure a training step of 96 linear heads, one per block and learning rate.
-
-    There are 12 blocks with 384 features each, and 8 learning rates.
-    """
+    """Measure a training step of 96 linear heads, one per block and learning rate."""
     from probes.heads.losses import HistogramLoss, UpsampledLoss
     from probes.heads.sgd import LinearHeads, Standardization, update_heads
     from probes.segmentation import Segmentation
@@ -324,10 +295,7 @@ def commands() -> None:
 
 
 def run_command(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
-    """Run `python -m WORDS`. Return its exit code and its output.
-
-    If the command takes more than `seconds`, it is killed. A text then replaces the exit code.
-    """
+    """Run `python -m WORDS` for at most `seconds`, and return its exit code and output."""
     with tempfile.TemporaryFile("w+") as output:
         try:
             code: int | str = subprocess.run(
@@ -363,7 +331,7 @@ SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
 
 
 def page(folder: Path) -> str:
-    """Return a Markdown page about all measured GPUs, with a table for each section."""
+    """Return a Markdown page about all measured GPUs."""
     text = (
         "# GPUs that were measured\n\nCompare your GPU with these. `make gpu-report` makes this "
         "page. The JSON files in the same folder contain all figures.\n"

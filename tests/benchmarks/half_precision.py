@@ -40,10 +40,7 @@ RUNS = (
 
 
 def run(data: Path, out: Path, uri: str) -> None:
-    """Run all probes with one encoder in float32, float16 and bfloat16.
-
-    The folder `data` contains the datasets of `RUNS`. Results are saved in `out`.
-    """
+    """Run all probes with one encoder in float32, float16 and bfloat16."""
     for tasks, dataset, folder, flags in RUNS:
         for precision in PRECISIONS:
             words = ["probe", "--task", tasks, "--dataset", dataset, "--checkpoint", uri, *flags]
@@ -54,14 +51,10 @@ def run(data: Path, out: Path, uri: str) -> None:
 
 
 def measure(records: list[Record]) -> list[dict[str, Any]]:
-    """Return how much each score changes in float16 and bfloat16, compared with float32.
-
-    There is a row for each task, dataset, facet (kind of feature) and metric. A row contains the
-    largest change in either direction and the mean change over all blocks. Only percentages are
-    measured, because other scores have different units.
-    """
+    """Return how much each score changes in float16 and bfloat16, compared with float32."""
     scores: dict[tuple[str, ...], dict[int, dict[str, Record]]] = defaultdict(dict)
     for record in records:
+        # Other scores have different units.
         if record.unit == "%":
             name = (record.task, record.dataset, record.facet, record.metric)
             scores[name].setdefault(record.layer, {})[record.settings["dtype"]] = record
@@ -80,7 +73,6 @@ def measure(records: list[Record]) -> list[dict[str, Any]]:
 
 
 def page(measurements: Mapping[str, Any]) -> str:
-    """Return a Markdown page with the change of each score in half precision."""
     lines = [
         "# float16 and bfloat16",
         "",

@@ -26,11 +26,7 @@ def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A dispatch mode that tracks how many bytes newly created tensors occupy.
-
-    Only tensors that operations create within the mode count. Memory that is allocated and freed
-    within one operation is not counted.
-    """
+    """A dispatch mode that tracks how many bytes newly created tensors occupy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +35,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        # Memory that is allocated and freed within this operation is not counted.
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _key(leaf) not in (given | self._live.keys()):

@@ -16,11 +16,8 @@ from PIL import Image
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
-    """Read a gzipped idx file as an array.
-
-    An idx file contains two zero bytes, the data type, the number of axes, the length of each axis,
-    and the data.
-    """
+    """Read a gzipped idx file, the format of MNIST, as an array."""
+    # Two zero bytes, the data type, the number of axes, the length of each axis, and the data.
     content = gzip.decompress(path.read_bytes())
     if content[:3] != b"\0\0\x08":
         raise ValueError(f"{path} is not an idx file of bytes; download it again")

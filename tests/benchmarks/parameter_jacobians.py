@@ -44,13 +44,7 @@ def encoder(config: ViTConfig, seed: int) -> VisionTransformer:
 def by_parameters(
     model: VisionTransformer, tokens: Float64[Tensor, "1 tokens dim"], layer: int
 ) -> Float64[Tensor, "outputs parameters"]:
-    """Return the Jacobian of all output tokens with respect to the attention weights of one block.
-
-    Args:
-        model: Encoder in float64.
-        tokens: Input tokens of the first block.
-        layer: Index of the block whose attention weights and biases are differentiated.
-    """
+    """Return the Jacobian of the output tokens with respect to one block's attention weights."""
     attention = dict(model.blocks[layer].get_submodule("attn").named_parameters())
 
     def outputs(parameters: dict[str, Tensor]) -> Tensor:
@@ -66,29 +60,22 @@ def by_parameters(
 
 
 def condition_number(matrix: Float64[Tensor, "rows cols"], rank: int) -> float:
-    """Return the largest singular value of a matrix divided by its `rank`-th largest."""
     values = torch.linalg.svdvals(matrix.detach())
     return float(values[0] / values[rank - 1])
 
 
 def simulated(alpha: float, beta: float, seed: int) -> float:
-    """Return the condition number of the 10 x 10 attention matrix softmax(alpha Z + beta I).
-
-    The entries of Z are drawn from a normal distribution truncated at two standard deviations.
-    """
+    """Return the condition number of softmax(alpha Z + beta I), with random 10 x 10 logits Z."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.empty(10, 10, dtype=torch.float64)
+    # Truncated at two standard deviations.
     torch.nn.init.trunc_normal_(noise, generator=generator)
     logits = alpha * noise + beta * torch.eye(10, dtype=torch.float64)
     return condition_number(logits.softmax(1), 10)
 
 
 def measure() -> dict[str, Any]:
-    """Measure the condition numbers for equation 5 and figure 5 of "Cutting the Skip".
-
-    For equation 5, Jacobians are computed for each seed, block and variant of the ViT, such as a
-    ViT without skip connections. For figure 5, random 10 x 10 attention matrices are drawn.
-    """
+    """Measure the condition numbers for equation 5 and figure 5 of "Cutting the Skip"."""
     rows = []
     for name, config in VARIANTS.items():
         for seed in range(SEEDS):
@@ -113,7 +100,6 @@ def measure() -> dict[str, Any]:
 
 
 def page(content: dict[str, Any]) -> str:
-    """Return the measurements as a Markdown page."""
     lines = [
         "# Conditioning by parameters",
         "",

@@ -39,13 +39,7 @@ class PlainDino:
         self.device = device
 
     def step(self, crops: Sequence[Tensor], rates: dict[str, float], clip: float) -> float:
-        """Take a training step and return the loss.
-
-        Args:
-            crops: One batch in CPU memory for each view, starting with the two large crops.
-            rates: Scheduled values of this step, such as the learning rate.
-            clip: Largest gradient norm of each parameter.
-        """
+        """Take a training step on one batch per view, large crops first, and return the loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = rates["lr"]
         self.optimizer.param_groups[0]["weight_decay"] = rates["weight_decay"]
@@ -89,13 +83,10 @@ class PlainDino:
 
 
 def clip_separately(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip the gradient of each parameter to the norm `max_norm`, in place.
-
-    Like the official code, the CPU waits for the norm of each gradient.
-    """
     for parameter in parameters:
         if parameter.grad is not None:
             norm = parameter.grad.norm(2)
+            # Like the official code, wait for each norm.
             norm.item()
             coefficient = max_norm / (norm + 1e-6)
             if coefficient < 1:
@@ -103,10 +94,7 @@ def clip_separately(parameters: Iterable[nn.Parameter], max_norm: float) -> None
 
 
 class PlainNetwork(nn.Module):
-    """An encoder with a projection head.
-
-    Consecutive crops of the same size share a forward pass.
-    """
+    """An encoder with a projection head."""
 
     def __init__(self, network: DinoNetwork, *, fused_attention: bool) -> None:
         super().__init__()
@@ -125,6 +113,7 @@ class PlainNetwork(nn.Module):
         direction.data.copy_(last.weight_v)
 
     def forward(self, crops: Sequence[Tensor]) -> Tensor:
+        # Consecutive crops of the same size share a forward pass.
         features = [
             self.backbone(torch.cat(list(run)))
             for _, run in groupby(crops, key=lambda crop: crop.shape[-1])

@@ -52,8 +52,6 @@ LOW, COMPILED = "ours, AdamW, bfloat16", "ours, AdamW, compiled"
 
 @dataclass(frozen=True)
 class Setting:
-    """The device, model, objective, batch size and options of the measured training steps."""
-
     device: torch.device
     model: ViTConfig
     objective: Dino
@@ -70,11 +68,7 @@ class Setting:
         return self.objective.build(self.model, TIMELINE, seed=0)
 
     def groups(self) -> Any:
-        """Return the crops of a batch of random images, as 8-bit pixels before augmentation.
-
-        They have the format in which data workers return crops. For a GPU, they are in pinned
-        memory.
-        """
+        """Return crops of a batch of random images, as data workers return them."""
         crops, generator = self.objective.crops, np.random.default_rng(0)
         pictures = generator.integers(0, 256, (self.batch, 8, 10, 3), dtype=np.uint8)
         samples = [
@@ -88,10 +82,6 @@ class Setting:
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return how long `work` takes in milliseconds.
-
-    On a GPU, this is wall time. On a CPU, it is the processor time of the current thread.
-    """
     clock = time.perf_counter if device.type == "cuda" else time.thread_time
     synchronize(device)
     start = clock()
@@ -102,21 +92,14 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
 
 @dataclass
 class Candidate:
-    """A training loop whose speed and memory are measured.
-
-    The compared loops take turns, and each turn consists of several training steps.
-
-    Attributes:
-        steps: Number of steps taken so far.
-        step_ms: Mean milliseconds per step, with one item for each turn.
-    """
+    """A training loop whose speed and memory are measured."""
 
     take_step: Callable[[int], Any]
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     device: torch.device
     steps: int = 0
-    step_ms: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)  # The mean of each turn.
 
     def run(self, steps: int) -> float:
         """Take `steps` training steps and return the mean milliseconds per step."""
@@ -165,10 +148,7 @@ def build_plain_candidate(
 
 
 def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
-    """Measure training steps of a plain loop in PyTorch, and of this suite with several options.
-
-    The loops take turns, and each of them has `turns` turns. Return one table row for each loop.
-    """
+    """Measure training loops of plain PyTorch and of this suite, and return a table row each."""
     groups = setting.groups()
     adamw, trainer = build_suite_candidate(setting, AdamW(), groups)
     soap, _ = build_suite_candidate(setting, SOAP_RECIPE, groups)
@@ -216,27 +196,12 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
 def measured_head(
     name: str, batch: int, *, device: torch.device, out_dim: int, num_views: int = 10
 ) -> tuple[float, float]:
-    """Measure the forward and backward pass of DINO's projection head and loss.
-
-    No encoder is used. The head receives random views of 3 x 8 x 16 values, flattened to 384
-    features.
-
-    Args:
-        name: Code to measure: PLAIN for the plain PyTorch loop, or ADAMW for this suite, which
-            then trains with AdamW.
-        batch: Number of images.
-        device: Device of the computation.
-        out_dim: Number of outputs of the head.
-        num_views: Number of views per image.
-
-    Returns:
-        The peak memory in MiB, including the gradients of the weights, and the duration in
-        milliseconds.
-    """
+    """Return the peak memory (MiB) and milliseconds of both passes of DINO's head and loss."""
     config = ViTConfig(image_size=8, patch_size=8, dim=384, depth=1)
     learner = Dino(out_dim=out_dim).build(config, TIMELINE, seed=0)
     learner.student.backbone = learner.teacher.backbone = nn.Flatten(1)
     views = torch.randn(num_views * batch, 3, 8, 16, device=device, requires_grad=True)
+    # ADAMW is the code of this suite.
     if name == PLAIN:
         dino = PlainDino(learner, device, fused_attention=True)
         student, precision = dino.student, torch.float16

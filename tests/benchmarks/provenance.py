@@ -14,7 +14,7 @@ from ssl_bench.system.process import source_commit
 
 
 def provenance() -> str:
-    """Return a text with the date, hardware, torch version, commit and command of a benchmark."""
+    """Return the date, hardware, torch version, commit and command of a benchmark as text."""
     parts = Path(sys.argv[0]).with_suffix("").parts
     below = parts[parts.index("benchmarks") + 1 :] if "benchmarks" in parts else parts[-1:]
     module = ".".join(["tests.benchmarks", *below]).removesuffix(".__main__")
@@ -26,7 +26,7 @@ def provenance() -> str:
 
 
 def hardware() -> str:
-    """Return the hardware as text, such as "NVIDIA H200, 16 cores" or "AMD EPYC, 1 of 2 cores"."""
+    """Return a text such as "NVIDIA H200, 16 cores" or "AMD EPYC, 1 of 2 cores"."""
     cores = os.cpu_count()
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, {cores} cores"
@@ -38,7 +38,6 @@ def hardware() -> str:
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a Markdown table whose header consists of the keys of the first row."""
     print("\n".join([f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]))
     for row in rows:
         print(f"| {' | '.join(row.values())} |")

@@ -21,6 +21,7 @@ from ssl_bench.models import ViTConfig, build_vit
 from tests.benchmarks.provenance import print_table
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+# SOAP refreshes each of its bases once in this number of steps.
 PERIOD = 10
 BUILDERS: dict[str, Build] = {
     "AdamW": AdamW().build,
@@ -31,7 +32,7 @@ BUILDERS: dict[str, Build] = {
 
 
 class OpCounter(TorchDispatchMode):
-    """A dispatch mode that counts tensor operations, except for those that return views."""
+    """A dispatch mode that counts tensor operations, except those that return views."""
 
     total = 0
 
@@ -41,17 +42,13 @@ class OpCounter(TorchDispatchMode):
 
 
 class Candidate:
-    """A measured optimizer, with a model of its own and the durations of its steps.
-
-    Attributes:
-        first_seconds: Duration of the first step, in which SOAP builds its bases, in seconds.
-        milliseconds: Duration of each later step in milliseconds.
-    """
+    """An optimizer whose steps are timed, with a model of its own."""
 
     def __init__(self, build: Build, config: ViTConfig, device: torch.device) -> None:
         self.device = device
         self.model = build_vit(config, seed=0).to(device)
         self.optimizer = build(parameter_groups(self.model.named_parameters()))
+        # SOAP builds its bases in the first step.
         self.first_seconds = self._time_step()
         self.milliseconds: list[float] = []
 
@@ -59,10 +56,7 @@ class Candidate:
         self.milliseconds += [1e3 * self._time_step() for _ in range(PERIOD)]
 
     def count_operations(self) -> float:
-        """Return the mean number of tensor operations per optimizer step.
-
-        The mean is over `PERIOD` steps, in which SOAP refreshes each of its bases once.
-        """
+        """Return the mean number of tensor operations per optimizer step."""
         with OpCounter() as counter:
             for _ in range(PERIOD):
                 self.optimizer.step()
@@ -77,16 +71,12 @@ class Candidate:
         synchronize(self.device)
         return time.perf_counter() - start
 
-    def row(self, name: str, adamw: float) -> dict[str, str]:
-        """Return the optimizer's durations as a table row.
-
-        One of them is relative to `adamw`, the mean duration of an AdamW step in milliseconds.
-        """
+    def row(self, name: str, adamw_ms: float) -> dict[str, str]:
         times = self.milliseconds
         return {
             "optimizer": name, "first s": f"{self.first_seconds:.2f}",
             "fastest ms": f"{min(times):.1f}", "slowest ms": f"{max(times):.1f}",
-            "mean ms": f"{fmean(times):.1f}", "x AdamW": f"{fmean(times) / adamw:.1f}",
+            "mean ms": f"{fmean(times):.1f}", "x AdamW": f"{fmean(times) / adamw_ms:.1f}",
             "ops a step": f"{self.count_operations():.0f}",
         }  # fmt: skip
 

@@ -41,10 +41,7 @@ TAU, EPS = 0.2, 1e-5
 
 
 def reference(features: np.ndarray) -> np.ndarray:
-    """Compute the second eigenvector of the graph of tokens as TokenCut's authors do.
-
-    They use dense float64 matrices and LAPACK's solver for the generalised eigenproblem.
-    """
+    """Compute the second eigenvector of the graph of tokens as TokenCut's authors do."""
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
     edges = unit @ unit.T > TAU
     weights = np.where(edges.astype(float) == 0, EPS, edges)
@@ -58,10 +55,7 @@ def ours(features: np.ndarray) -> np.ndarray:
 
 
 def extract_features(num_tokens: int) -> list[np.ndarray]:
-    """Return the attention keys and the tokens of each block, for each photograph.
-
-    The encoder is a randomly initialised ViT-S with two blocks.
-    """
+    """Return the keys and the tokens of each block of a random ViT-S, for each photograph."""
     rows, cols, patch, _ = SIZES[num_tokens]
     config = ViTConfig(image_size=14 * patch, patch_size=patch, depth=2)
     encoder = encoder_from_model(build_vit(config, seed=0), name="random ViT-S")

@@ -94,12 +94,7 @@ NOT_ON_MPS = frozenset(
 def scores(
     data: Mapping[str, Path], task: str, dataset: str, *more: str, device: str
 ) -> dict[tuple[int, str, str], float]:
-    """Probe all blocks of an encoder on a device.
-
-    Return the scores as a dictionary from (block, facet, metric) to the value. A facet is a kind of
-    feature, such as the [CLS] token. `data` contains the root folder of each dataset, and `more`
-    further arguments of the command.
-    """
+    """Return the value of each (block, facet, metric) that a probe computes on a device."""
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(data[dataset])]
     arguments += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]
     assert main([*arguments, *more]) == 0
@@ -109,10 +104,7 @@ def scores(
 def pretraining(
     objective: str, root: Path | str, *more: str, model: str | None = None
 ) -> list[str]:
-    """Return the command-line arguments of a small pretraining run of three steps.
-
-    `more` are further arguments.
-    """
+    """Return the command-line arguments of a pretraining run of three steps."""
     plan, options = small_run(objective)
     if model is not None:
         options = reduced_options(f"objective={objective}", f"model={model}")

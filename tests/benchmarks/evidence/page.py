@@ -51,7 +51,6 @@ _DIRECTION = {"supported": "yes", "refuted": "no"}
 
 
 def page(runs: Runs) -> str:
-    """Return the Markdown page about the claims and the verdicts on them."""
     lines = [_line(claim, verdict(claim, runs)) for claim in CLAIMS]
     return _BEGINNING + "\n".join(lines) + "\n"
 
@@ -97,7 +96,6 @@ _CURVES = {
 
 
 def runs_page(runs: Runs) -> str:
-    """Return the Markdown page that describes the runs."""
     text = _RUNS_BEGINNING + "\n## Over the epochs\n"
     for experiment in figures(runs):
         lines = {variant for panel in curves(experiment, runs).values() for variant, _ in panel}
@@ -126,10 +124,7 @@ a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 imag
 
 
 def _rates(runs: Runs) -> str:
-    """Return the lines of a table: the validation score at each learning rate.
-
-    Each line is about one variant of a training run in one experiment.
-    """
+    """Return the lines of a table with the score of each variant at each learning rate."""
     lines = []
     for name, experiment in EXPERIMENTS.items():
         for variant in (
@@ -159,11 +154,7 @@ shows a variant that was trained for that many epochs of all images. The others 
 
 
 def _patch_table(experiment: str, runs: Runs) -> str:
-    """Return a Markdown table of how similar the patches of an image become, block by block.
-
-    A table cell is the percentage of patches whose cosine with the mean patch of their image is
-    above 0.99. There is a line for each variant of the training run that the experiment compares.
-    """
+    """Return a Markdown table of how similar the patches of an image become, block by block."""
     lines, blocks = [], range(0)
     for variant, options in EXPERIMENTS[experiment].model_options.items():
         first = first_run(experiment, variant, runs)
@@ -187,15 +178,12 @@ def figure_name(experiment: str) -> str:
 
 
 def figures(runs: Runs) -> list[str]:
-    """Return the names of the experiments whose scores can be drawn as curves over epochs."""
+    """Return the names of the experiments that have training curves."""
     return [experiment for experiment in EXPERIMENTS if curves(experiment, runs)]
 
 
 def curves(experiment: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return the training curves of the finished runs in an experiment.
-
-    The format is {metric: {(variant of the run, seed): [value after each epoch]}}.
-    """
+    """Return training curves as {metric: {(variant, seed): [value after each epoch]}}."""
     reported = {
         (variant, seed): runs.get(seed_run(experiment, variant, seed), {})
         for variant in EXPERIMENTS[experiment].variants
@@ -209,16 +197,14 @@ def curves(experiment: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[
 
 
 def draw(experiment: str, runs: Runs, file: Path) -> None:
-    """Draw the training curves of an experiment: a chart per metric, and a line per run.
-
-    The same runs always give the same file, byte for byte.
-    """
+    """Draw the training curves of an experiment: a chart per metric, and a line per run."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
     panels = curves(experiment, runs)
+    # The same runs always give the same file, byte for byte.
     with mpl.rc_context({"svg.hashsalt": experiment}):
         size = (4.2 * len(panels) + 1.6, 3.4)
         figure, axes = pyplot.subplots(

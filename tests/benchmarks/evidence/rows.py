@@ -9,29 +9,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment: several variants of a training run that are compared to answer one question.
-
-    The variants differ in a few options, such as the optimizer.
-
-    Attributes:
-        variants: Names of the variants.
-        chosen_by: Metric on held-out images by which the learning rate of each variant is chosen,
-            or "" if the learning rate is the paper's.
-        seeds: Seeds of the reported runs. If empty, the runs that try learning rates are reported.
-        rates: Learning rates to choose from.
-        probed: Whether the trained encoders were also probed and compared with random weights.
-        model_options: Model options of each variant, as text for a table. Empty unless the
-            experiment measures how similar the patches of an image become.
-        whole: Variants that were trained with all `seeds`. The remaining variants only have runs
-            that try learning rates. None if all variants were trained with all seeds.
-    """
+    """Several variants of a training run that are compared to answer one question."""
 
     variants: Sequence[str]
+    # The metric that chooses a learning rate, or "" if the learning rate is the paper's.
     chosen_by: str
+    # If there are no seeds, the runs that try learning rates are reported.
     seeds: Sequence[int]
     rates: Sequence[float] = (2.5e-4, 1e-3, 4e-3)
-    probed: bool = False
+    probed: bool = False  # Whether the encoders are also compared with random weights.
+    # Options of each variant, if the experiment measures how similar patches become.
     model_options: Mapping[str, str] = field(default_factory=dict)
+    # Variants that were trained with all seeds. None means all variants.
     whole: Sequence[str] | None = None
 
 
@@ -88,46 +77,35 @@ EXPERIMENTS = {
 """Experiments by name."""
 
 
+# These functions return the names under which runs and other results are stored.
 def rate_run(experiment: str, variant: str, rate: float) -> str:
-    """Return the name of the run of a variant that tries the learning rate `rate`."""
     return f"{experiment}-{variant}-rate{rate:g}"
 
 
 def rate_runs(experiment: str, variant: str) -> list[str]:
-    """Return the names of the runs from which the learning rate of a variant is chosen.
-
-    The list is empty if the paper's learning rate is used.
-    """
+    """Return the runs from which a variant's learning rate is chosen, unless it is the paper's."""
     options = EXPERIMENTS[experiment]
     rates = options.rates if options.chosen_by else ()
     return [rate_run(experiment, variant, rate) for rate in rates]
 
 
 def seed_run(experiment: str, variant: str, seed: int) -> str:
-    """Return the name of the run whose score is reported for a variant and a seed."""
     return f"{experiment}-{variant}-seed{seed}"
 
 
 def probes_of(run: str) -> str:
-    """Return the name under which the probe results of a run's encoder are stored."""
     return f"{run}-probes"
 
 
 def patches_of(run: str) -> str:
-    """Return the name under which the patch similarities of a run's encoder are stored."""
     return f"{run}-patches"
 
 
 def demo_of(name: str) -> str:
-    """Return the name under which the file size of the encoder `demo:NAME` is stored."""
     return f"demo-{name}"
 
 
 def names_of(experiment: str, variants: Collection[str]) -> list[str]:
-    """Return the names of all stored results about some variants of a training run.
-
-    These are results of training runs, of probes and of patch similarities.
-    """
     reported = reported_of(experiment, variants)
     probes = [probes_of(run) for run in reported] if EXPERIMENTS[experiment].probed else []
     patches = [patches_of(run) for run in reported] if EXPERIMENTS[experiment].model_options else []
@@ -136,10 +114,7 @@ def names_of(experiment: str, variants: Collection[str]) -> list[str]:
 
 
 def reported_of(experiment: str, variants: Collection[str]) -> list[str]:
-    """Return the names of the runs whose scores are reported for some training variants.
-
-    Runs that only serve to choose a learning rate are left out.
-    """
+    """Return the runs whose scores are reported, without those that only choose a learning rate."""
     trained = EXPERIMENTS[experiment].whole
     named = [variant for variant in variants if trained is None or variant in trained]
     return [

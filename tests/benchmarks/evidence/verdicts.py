@@ -31,18 +31,10 @@ Runs = Mapping[str, Run]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A mean or a difference of scores that supports or refutes a claim.
-
-    Attributes:
-        text: What was measured, such as "skip - skipless".
-        value: A percentage of correct images or letters, unless `text` names another quantity.
-        over_seeds: 95 % Student t interval over seeds, paired by seed, or None.
-        over_images: Paired bootstrap interval over images for the mean over seeds, or None if the
-            results of single images were not stored.
-    """
+    """A mean or difference of scores in percent, with 95 % intervals over seeds and images."""
 
     text: str
-    value: float
+    value: float  # A percentage, unless `text` names another quantity.
     over_seeds: Interval | None = None
     over_images: Interval | None = None
 
@@ -52,28 +44,18 @@ Judgement = tuple[list[Measurement], Outcome]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a claim, and the numbers on which it is based.
-
-    Attributes:
-        outcome: The verdict: "supported", "refuted" or "undecided".
-        ours: Mean score over seeds, by the name of the training variant.
-        seeds: Number of seeds.
-        hours: Core hours of all runs together.
-    """
+    """The verdict on a claim, and the numbers on which it is based."""
 
     outcome: Outcome
     measurements: Sequence[Measurement]
-    ours: Mapping[str, float]
-    seeds: int
-    hours: float
+    ours: Mapping[str, float]  # Mean score over seeds, by training variant.
+    seeds: int  # Number of seeds.
+    hours: float  # Core hours of all runs together.
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """A difference between mean scores of training variants, or another weighted sum of them.
-
-    `weights` has the weight of each variant's score, such as 1 and -1. The weights sum to 0.
-    """
+    """A weighted sum of mean scores, such as the difference between two training variants."""
 
     text: str
     weights: Mapping[str, float]
@@ -91,10 +73,7 @@ class Contrast:
         return Measurement(self.text, fmean(values), compute_seed_interval(values), over_images)
 
     def _over_images(self, experiment: str, runs: Runs) -> Interval | None:
-        """Return the bootstrap confidence interval, over images, of this weighted sum of scores.
-
-        Return None if a run lacks per-image results.
-        """
+        """Return the bootstrap interval over images, or None if results per image are missing."""
         total, seeds = 0.0, EXPERIMENTS[experiment].seeds
         for variant, weight in self.weights.items():
             for seed in seeds:
@@ -116,21 +95,11 @@ class Contrast:
 
 @dataclass(frozen=True)
 class PositiveDifferences:
-    """A rule for claims that some differences of scores are positive.
-
-    The claim is supported if the confidence intervals of all differences are above 0. It is refuted
-    if one interval is below 0.
-
-    Attributes:
-        contrasts: The differences.
-        over: "seeds" for intervals over seeds, "images" for intervals over the scored images.
-        zero_refutes: Whether an interval that contains 0 also refutes the claim. If false, the
-            claim is undecided in this case.
-    """
+    """A rule that supports a claim if the intervals of all differences of scores are above 0."""
 
     contrasts: Sequence[Contrast]
     over: Literal["seeds", "images"] = "seeds"
-    zero_refutes: bool = False
+    zero_refutes: bool = False  # Whether an interval that contains 0 refutes the claim.
 
     def judge(self, experiment: str, runs: Runs) -> Judgement:
         measurements = [one.measure(experiment, runs) for one in self.contrasts]
@@ -141,16 +110,9 @@ class PositiveDifferences:
 
 @dataclass(frozen=True)
 class LowestScore:
-    """A rule for claims that one training variant, `last`, is clearly the worst of its group.
+    """A rule for claims that one training variant, `last`, is clearly the worst of its group."""
 
-    The claim is supported if `last` has the lowest mean score in every group. This score must also
-    be below the confidence interval over seeds of another variant, `near`. Otherwise, the claim is
-    refuted, or undecided if `near` has no interval.
-
-    Attributes:
-        groups: The variants of each group: (all except `last`, `near`, `last`).
-    """
-
+    # For each group: the other variants, the one whose interval `last` must be below, and `last`.
     groups: Sequence[tuple[Sequence[str], str, str]]
 
     def judge(self, experiment: str, runs: Runs) -> Judgement:
@@ -177,15 +139,9 @@ class LowestScore:
 
 @dataclass(frozen=True)
 class SameBest:
-    """A rule for claims that the same option has the highest score in every group.
+    """A rule for claims that the same option has the highest score in every group."""
 
-    For example, the groups are optimizers, and the options are initialisations. If different
-    options are best, the claim is undecided.
-
-    Attributes:
-        groups: For each group, a dictionary from option to the training variant with this option.
-    """
-
+    # For each group, such as an optimizer: the training variant with each option.
     groups: Sequence[Mapping[str, str]]
 
     def judge(self, experiment: str, runs: Runs) -> Judgement:
@@ -203,12 +159,7 @@ class SameBest:
 
 @dataclass(frozen=True)
 class AboveRandom:
-    """A rule for claims that training improves the k-NN accuracy of every block from `first` on.
-
-    The accuracy of each trained block is compared with that of the same block with random weights.
-    The claim is supported if all differences have confidence intervals above 0. It is refuted if
-    one interval is below 0.
-    """
+    """A rule for claims that training improves the k-NN accuracy of every block from `first` on."""
 
     first: int
 
@@ -244,19 +195,10 @@ class MaxFileSize:
 
 @dataclass(frozen=True)
 class DistinctPatches:
-    """A rule for claims that the patches of an image stay different in at least one variant.
+    """A rule for claims that the patches of an image stay different in at least one variant."""
 
-    This variant must also train at least as well as the variant `plain`. If no variant fulfils both
-    conditions, the claim is refuted.
-
-    Attributes:
-        plain: Name of the training variant whose last loss must not be exceeded.
-        merged: Limit for the percentage of patches, in every block, that are nearly equal to the
-            mean patch of their image.
-    """
-
-    plain: str
-    merged: float
+    plain: str  # The variant whose last loss must not be exceeded.
+    merged: float  # Limit for the percentage of patches that nearly equal the mean patch.
 
     def judge(self, experiment: str, runs: Runs) -> Judgement:
         trainable = find_trainable_runs(experiment, self.plain, runs)
@@ -276,37 +218,21 @@ Rule = PositiveDifferences | LowestScore | SameBest | AboveRandom | MaxFileSize 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim about training that one experiment tests, and the corresponding values in papers.
-
-    Attributes:
-        name: Name of the claim. It ends in a letter if an experiment tests several claims.
-        experiment: Name of the experiment.
-        comparison: What is compared, as a phrase.
-        published: Table, row and column of each value that papers state.
-        statement: The claim, as a clause.
-        refutation: The outcome that would refute the claim, as a sentence.
-        rule: The rule that computes the verdict.
-        published_statement: What a paper says, if it gives no value in a table.
-        limits: Differences from the paper and unresolved questions, as a phrase, or "".
-        also_shown: Training variants that the page shows, although the claim does not compare them.
-    """
+    """A claim about training that one experiment tests, and the corresponding values in papers."""
 
     name: str
     experiment: str
     comparison: str
-    published: Sequence[tuple[str, str, str]]
+    published: Sequence[tuple[str, str, str]]  # Table, row and column of each value.
     statement: str
-    refutation: str
+    refutation: str  # The outcome that would refute the claim.
     rule: Rule
-    published_statement: str = ""
-    limits: str = ""
-    also_shown: Sequence[str] = ()
+    published_statement: str = ""  # What a paper says, if it gives no value in a table.
+    limits: str = ""  # Differences from the paper and unresolved questions.
+    also_shown: Sequence[str] = ()  # Variants on the page that the claim does not compare.
 
     def published_text(self) -> str:
-        """Return the values that papers state for this claim, and their tables, as text.
-
-        If there are no values, return the paper's statement.
-        """
+        """Return the values that papers state and their tables, or else the paper's statement."""
         tables = {name: load_published_table(name) for name, _, _ in self.published}
         values = (f"{tables[name].values[row, column]:g}" for name, row, column in self.published)
         sources = dict.fromkeys(
@@ -317,7 +243,7 @@ class Claim:
         )
 
     def variants(self) -> list[str]:
-        """Return the names of the training variants that the page shows for this claim."""
+        """Return the training variants that the page shows for this claim."""
         variants = list(EXPERIMENTS[self.experiment].variants)
         if not isinstance(self.rule, PositiveDifferences):
             return variants
@@ -329,13 +255,12 @@ class Claim:
 
 
 def minus(one: str, other: str, metric: str = "top1") -> Contrast:
-    """Return a contrast: the mean score of the variant `one` minus that of the variant `other`."""
     text = f"{one} - {other}" + ("" if metric == "top1" else f", {metric}")
     return Contrast(text, {one: 1.0, other: -1.0}, metric)
 
 
 def verdict(claim: Claim, runs: Runs) -> Verdict:
-    """Compute the verdict on a claim. All runs of its experiment must be finished."""
+    """Compute the verdict on a claim from the finished runs of its experiment."""
     experiment, variants, rule = claim.experiment, claim.variants(), claim.rule
     measurements, outcome = rule.judge(experiment, runs)
     if isinstance(rule, MaxFileSize):
@@ -368,19 +293,13 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
 
 
 def seeds_of(experiment: str, variant: str, runs: Runs, metric: str) -> list[float]:
-    """Return one final score for each seed with which a variant was trained.
-
-    Runs without this metric are left out.
-    """
+    """Return the final score of each seed of a variant, without runs that lack the metric."""
     reported = [runs[seed_run(experiment, variant, seed)] for seed in EXPERIMENTS[experiment].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
 
 def compute_seed_interval(values: Sequence[float]) -> Interval | None:
-    """Return the 95 % Student t interval of the mean, given one score for each seed.
-
-    For a single seed, return None.
-    """
+    """Return the 95 % Student t interval of the mean over seeds, or None for a single seed."""
     margin = mean_estimate(np.array(values)).margin
     return None if np.isnan(margin) else (fmean(values) - margin, fmean(values) + margin)
 
@@ -401,17 +320,13 @@ def best_of_rates(experiment: str, variant: str, runs: Runs) -> float:
 
 
 def first_run(experiment: str, variant: str, runs: Runs) -> Run:
-    """Return the run of a variant that tries a learning rate. There must be only one."""
+    """Return the run of a variant that has only one learning rate."""
     (name,) = rate_runs(experiment, variant)
     return runs[name]
 
 
 def find_trainable_runs(experiment: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Return the runs whose last loss is at most that of the variant `plain`.
-
-    Each variant in the experiment must have tried exactly one learning rate. The runs are sorted by
-    the mean cosine between a patch and the mean patch of its image, lowest first.
-    """
+    """Return the runs whose last loss is at most that of `plain`, most different patches first."""
     first = {
         variant: first_run(experiment, variant, runs)
         for variant in EXPERIMENTS[experiment].variants
