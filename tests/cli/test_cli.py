@@ -24,10 +24,7 @@ SMALL = ["probe.image_size=40", "probe.panels=1"]
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """Create two encoders in `runs` and three photographs in `photos`.
-
-    Return the folder that contains `runs` and `photos`.
-    """
+    """Create two encoders in `runs` and three photographs in `photos`."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["older", "newer"]):
         weights = tmp_path / "runs" / name / "last.safetensors"
@@ -39,7 +36,6 @@ def workplace(tmp_path, monkeypatch):
 
 
 def imported_by(code: str, *modules: str) -> str:
-    """Run Python code in a new process. Return which of the packages in `modules` it imports."""
     code = f"import sys; {code}; print([m for m in {modules} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return run.stdout.splitlines()[-1]

@@ -28,10 +28,6 @@ from tests.support.faults import expect_error, photo_folder, picture, voc
 
 
 def make_archive(root: Path, kind: str = "tar") -> bytes:
-    """Return the bytes of an archive of VOC2012 with four training and three validation images.
-
-    `kind` is the format of the archive, such as "tar" or "zip".
-    """
     voc(root)
     return Path(shutil.make_archive(str(root), kind, root)).read_bytes()
 

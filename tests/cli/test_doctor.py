@@ -14,11 +14,6 @@ from tests.support.faults import class_folders, voc
 
 
 def findings(capsys, *arguments: str, code: int = 0) -> dict[str, list[str]]:
-    """Run `ssl-bench doctor`. Return the values that it reports, as lists by name.
-
-    For example, the list "cpu" contains a text about cores and threads. The list BROKEN contains
-    what is reported about broken packages.
-    """
     assert main(["doctor", "--json", *arguments]) == code
     found: dict[str, list[str]] = {}
     for row in json.loads(capsys.readouterr().out)["findings"]:

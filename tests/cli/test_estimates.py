@@ -25,11 +25,7 @@ def workdir(tmp_path, monkeypatch) -> None:
 
 
 def run_knn(limit: int, *words: str, seconds: float, device: str = "cpu: one") -> None:
-    """Run k-NN on `limit` images of each split, and change the times and device of its scores.
-
-    The scores get the run time `seconds`, the device `device`, and a date of creation that is later
-    for a higher `limit`.
-    """
+    """Run k-NN on `limit` images of each split, and replace the times and device of its scores."""
     store = ResultStore(Path("results"))
     known = [record.digest for record in store.records()] if store.root.exists() else []
     assert main(["probe", *KNN, "--limit", str(limit), *words]) == 0
@@ -41,10 +37,7 @@ def run_knn(limit: int, *words: str, seconds: float, device: str = "cpu: one") -
 
 
 def plan(capsys, *words: str) -> tuple[list[float | None], list[str]]:
-    """Plan a sweep and a probe without running them (`--dry-run`).
-
-    Return the estimated seconds of each job of the sweep, and the lines of the probe's plan.
-    """
+    """Return the estimated seconds of a sweep's jobs, and the lines of a probe's plan."""
     capsys.readouterr()
     assert main(["sweep", *words, "--dry-run", "--json"]) == 0
     seconds = [job["estimated_seconds"] for job in json.loads(capsys.readouterr().out)["jobs"]]

@@ -98,10 +98,7 @@ PROBE += ["--data-root", "photos"]
 
 
 def configs(capsys, *words: str) -> dict[str, dict]:
-    """Return the configuration that a command with `--print-config` prints for each task.
-
-    Also check that the command writes no files.
-    """
+    """Return the configuration that a command with `--print-config` prints for each task."""
     before = {path.name for path in Path().iterdir()}
     assert main([*words, "--print-config"]) == 0
     assert {path.name for path in Path().iterdir()} == before

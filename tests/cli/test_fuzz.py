@@ -16,20 +16,12 @@ from tests.support.fuzzing import KINDS
 
 
 def run_program(file: Path, program: Callable[[], int]) -> str:
-    """Run a fuzzing program in a forked process, and return its output.
-
-    Fail if its exit code is not 0. The process is forked because the program limits its own memory.
-    Type checks are disabled, because they refuse arguments that an installed ssl-bench accepts.
-
-    Args:
-        file: File to which the output is written.
-        program: Function that tries random inputs and returns an exit code.
-    """
-
     def work() -> int:
+        # An installed ssl-bench does not check types.
         with unchecked_types():
             return program()
 
+    # The program limits the memory of its own process.
     code = exit_code(fork(work, stderr=file))
     text = file.read_text(errors="replace")
     assert code == 0, text[-8000:]

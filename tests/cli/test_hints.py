@@ -118,12 +118,7 @@ HINT_START = re.compile(r"--[a-z]|ssl-bench$|(<[^<> ]+>|\{\w+\}|[a-z][\w.]*)=[^ 
 
 
 def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the line number and the arguments of each hint in a Python file.
-
-    A hint is a command or setting that an error recommends, written as a tuple in the code. If a
-    hint lists alternatives, each of them is yielded. Python expressions in the arguments are
-    returned as <expression>.
-    """
+    """Yield the line and the words of each command or setting that an error message recommends."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     arguments = [
         node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"
@@ -138,7 +133,7 @@ def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def read_word(node: ast.expr) -> str:
-    """Return an argument of a hint as text, with each Python expression in it as <expression>."""
+    """Return the text of a string in the code, with Python expressions as <expression>."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -177,10 +172,7 @@ REQUIRED = {
 
 
 def can_be_typed(words: Sequence[str]) -> bool:
-    """Return whether the words that an error message recommends are valid on the command line.
-
-    They are either a whole command, or arguments that at least one command must accept.
-    """
+    """Return whether words are a valid command, or arguments that some command accepts."""
     if words[0] == "ssl-bench":
         return is_accepted(words[1:])
     has_settings = any(re.match(r"[a-z][\w.]*=", word) for word in words)
@@ -189,10 +181,7 @@ def can_be_typed(words: Sequence[str]) -> bool:
 
 
 def is_accepted(words: Sequence[str]) -> bool:
-    """Return whether a command is valid.
-
-    Its flags must exist, and its settings must be valid for some choice of probe, dataset or model.
-    """
+    """Return whether the flags and settings of a command are valid."""
     try:
         options, settings = PARSER.parse_known_args(list(words))
     except SystemExit as ended:
@@ -212,12 +201,7 @@ def is_accepted(words: Sequence[str]) -> bool:
 
 @cache
 def is_composed(root: str, settings: tuple[str, ...]) -> bool:
-    """Return whether settings are valid for at least one choice of probe, dataset or model.
-
-    Args:
-        root: Kind of the configuration, "probing" or "pretraining".
-        settings: Settings of the form KEY=VALUE.
-    """
+    """Return whether settings are valid for at least one choice of probe, dataset or model."""
     keys = {setting.partition("=")[0] for setting in settings}
     groups = {key.partition(".")[0] for key in keys}
     # Choices in the groups of the keys come first, because they usually suffice.
@@ -229,11 +213,7 @@ def is_composed(root: str, settings: tuple[str, ...]) -> bool:
 
 @cache
 def component_choices(root: str) -> list[tuple[str, ...]]:
-    """Return choices of components whose configurations together contain every config key.
-
-    A choice is, for example, ("model=vit",). Most keys exist only for certain components. `root` is
-    "probing" or "pretraining".
-    """
+    """Return choices of components whose configurations together contain every config key."""
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")
         return [(f"{group}={name}",) for group in groups for name in choices(group)]
@@ -251,12 +231,7 @@ def component_choices(root: str) -> list[tuple[str, ...]]:
 
 @cache
 def known_keys(root: str, base: tuple[str, ...]) -> frozenset[str]:
-    """Return all keys of a configuration and their parents, such as `probe.training`.
-
-    Args:
-        root: Kind of the configuration, "probing" or "pretraining".
-        base: Chosen components, such as ("model=vit",).
-    """
+    """Return all keys of a configuration and their parents, such as `probe.training`."""
     keys = list_keys(compose_config(root, base))
     owners = (key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1))
     return frozenset([*keys, *owners])
@@ -313,11 +288,7 @@ ADVICE = re.compile(
 
 
 def find_advice(path: Path) -> Iterator[str]:
-    """Yield the location of each error in a Python file that gives advice only in its message.
-
-    Such an error has text like "use X" after a semicolon, and no argument `hint`. The advice should
-    be passed as `hint` instead.
-    """
+    """Yield the location of each error that gives advice in its message instead of as `hint`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if (
             isinstance(node, ast.Call)

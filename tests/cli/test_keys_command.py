@@ -11,7 +11,6 @@ from ssl_bench.composition.compose import compose_config, list_keys
 
 
 def listed(capsys, *words: str) -> dict[str, str]:
-    """Run `ssl-bench keys`. Return the line that it prints for each config key, by key."""
     assert main(["keys", *words]) == 0
     return {line.partition("=")[0]: line for line in capsys.readouterr().out.splitlines()}
 

@@ -144,10 +144,7 @@ def test_the_version_is_printed(capsys):
 
 @pytest.fixture
 def mixer(workdir) -> list[str]:
-    """Create an encoder without attention (a ConvMixer).
-
-    Return the first arguments of a command that probes it, ending with the flag `--dataset`.
-    """
+    """Create an encoder without attention, and return the start of a command that probes it."""
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     save_encoder(workdir / "mixer.safetensors", build_encoder(config, seed=0), {})
     return ["probe", "--checkpoint", "mixer.safetensors", "--layer", "0", "--dataset"]

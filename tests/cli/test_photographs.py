@@ -39,17 +39,13 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 
 def save_rotated(path: Path, orientation: int) -> None:
-    """Save a photograph with the given orientation in its EXIF data."""
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     picture(0, 24, 40).save(path, exif=exif, quality=95)
 
 
 def rows_by_log() -> dict[str, dict[str, dict]]:
-    """Return the entries of all object-discovery logs as {path of the log: {image: entry}}.
-
-    The first line of each log is left out, because it is a header.
-    """
+    """Return {log: {image: entry}} of all object-discovery logs, without their headers."""
     logs = Path("results/pictures").glob("*/*/*/*/images_*.jsonl")
     lines = {str(log): log.read_text().splitlines()[1:] for log in logs}
     return {log: {json.loads(x)["image"]: json.loads(x) for x in own} for log, own in lines.items()}

@@ -22,7 +22,7 @@ SMALL_VALUES = {
 
 
 def shrink(words: tuple[str, ...]) -> list[str]:
-    """Change the arguments of a probe so that it uses few images and a single block."""
+    """Change the arguments of a probe so that it uses few images and one block."""
     short = [
         f"{key}={SMALL_VALUES.get(key, value)}" if value else key
         for key, _, value in (word.partition("=") for word in words)

@@ -58,7 +58,6 @@ def test_a_part_of_the_name_of_a_table_is_not_enough():
 
 
 def command_lines(plan: Plan, *, of_runs: bool) -> list[str]:
-    """Return the training commands of a plan, or all its other commands if `of_runs` is false."""
     return [" ".join(step.arguments) for step in plan.steps if step.is_training == of_runs]
 
 
@@ -279,11 +278,7 @@ def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
 
 
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
-    """Create the folder of a made-up training run, and return it.
-
-    It contains only the files that state the run's progress: the steps and epochs that are
-    finished. `train` has the training options of the run as YAML.
-    """
+    """Create the folder of a made-up training run with the given progress."""
     folder.mkdir(parents=True)
     header = json.dumps({"__metadata__": {"step": str(step), "epoch": f"{epoch:.2f}"}}).encode()
     (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -312,27 +307,15 @@ def test_the_state_of_a_damaged_run_is_unknown(tmp_path, train):
     assert read_run_state(tmp_path / "no run") is None
 
 
-def simulate_steps(plan: Plan, endings) -> dict[str, tuple[str, int]]:
-    """Execute a plan whose training and probe commands are replaced, so that nothing is computed.
-
-    In place of a training command, only the folder of its run is created. In place of a probe
-    command, nothing is done.
-
-    Args:
-        plan: The commands with which `reproduce` fills a published table.
-        endings: For each training run that does not finish, the error that it raises, or None if it
-            ends early without an error.
-
-    Returns:
-        The state and the exit code of each step, by its title.
-    """
+def simulate_steps(plan: Plan, errors_of_unfinished_runs) -> dict[str, tuple[str, int]]:
+    """Return the outcome of each step of a plan, without training or probing."""
 
     def execute(line) -> int:
         name = Path(line[line.index("--out") + 1]).name
         if line[0] == "pretrain":
-            if error := endings.get(name):
+            if error := errors_of_unfinished_runs.get(name):
                 raise error
-            steps = 1 if name in endings else 2
+            steps = 1 if name in errors_of_unfinished_runs else 2
             folder = plan.options.runs / name
             run_folder(folder, step=steps, epoch=0.0, train="{epochs: 9, max_steps: 2}")
         return 0
@@ -390,10 +373,7 @@ TINY_COPYING = (
 
 @pytest.fixture
 def reproduced(tmp_path, monkeypatch, capsys):
-    """Return a function that runs `reproduce --run` on a published table.
-
-    The function returns our scores in the printed table, by the name of the table row.
-    """
+    """Return a function that runs `reproduce --run` and returns our scores by table row."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *words: str, rows: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -413,10 +393,7 @@ def reproduced(tmp_path, monkeypatch, capsys):
 
 
 def six_classes(name: str) -> str:
-    """Save images of six classes, because top-5 accuracy needs more than five classes.
-
-    Return the setting `data.root=FOLDER` for these images.
-    """
+    """Save images of six classes, because top-5 accuracy needs more than five classes."""
     for number, (split, kind, image) in enumerate(product(("train", "val"), "abcdef", "12")):
         path = Path(name, split, kind, f"{image}.png")
         path.parent.mkdir(parents=True, exist_ok=True)

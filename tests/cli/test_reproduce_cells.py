@@ -48,20 +48,14 @@ PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "m
 def compose(
     task: str, dataset: str, overrides: tuple[str, ...]
 ) -> tuple[Probe, Dataset, dict[str, Any]]:
-    """Return the probe and the dataset that a command describes, and its general settings.
-
-    General settings, such as `dtype` and `seed`, are not part of the probe or the dataset.
-    """
+    """Return the probe and dataset of a command, and its general settings such as the seed."""
     config = probing_config(task, dataset, overrides, "/nowhere")
     values = read_shared_values(config)
     return build(config, "probe"), apply_shared_values(build(config, "dataset"), values), values
 
 
 class StandIn:
-    """A replacement of `ssl-bench pretrain` and `ssl-bench probe` that computes nothing.
-
-    It writes the same output files as these commands, with made-up weights and scores.
-    """
+    """A replacement of `ssl-bench pretrain` and `probe` that saves made-up weights and scores."""
 
     def __init__(self) -> None:
         self.model = build_encoder(
@@ -124,12 +118,7 @@ def save_records(
     out: Path, address: str | Path, task: str, dataset: str, cells: Sequence[tuple[int, str, str]],
     **more: Any,
 ) -> None:  # fmt: skip
-    """Save a made-up score for each result of a probe, in the format of the suite's records.
-
-    Some metrics have a value per image. For these, the values of ten images are saved as well.
-    `cells` has the block, facet (kind of feature) and metric of each result. `more` contains other
-    fields of the records, such as `protocol`.
-    """
+    """Save a made-up score for each (block, facet, metric) in `cells`."""
     store = ResultStore(out)
     identity = identify(str(address)).identity()
     for layer, facet, metric in cells:
@@ -156,21 +145,14 @@ def save_records(
 
 
 def identify(address: str) -> Any:
-    """Return the identity of an encoder's weights, in place of `identify_encoder`.
-
-    Published weights are not on disk, so their checksum is made up.
-    """
+    # Published weights are not on disk, so their checksum is made up.
     if is_run(address):
         return identify_encoder(address)
     return SimpleNamespace(identity=lambda: {"checkpoint_sha256": "c" * 64, **PUBLISHED_WEIGHTS})
 
 
 def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
-    """Run `reproduce --run` on a published table, with training and probing replaced.
-
-    `StandIn` writes the files that the replaced commands would write. Return the cells of the
-    printed table.
-    """
+    """Return the table cells of `reproduce --run`, with training and probing replaced."""
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", identify)
     monkeypatch.setattr(reproduce_command, "default_format", lambda: "json")
@@ -183,11 +165,7 @@ def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: An
 
 
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
-    """Yield the row and the column of each table cell that `reproduce` must fill with a score.
-
-    In columns with supervised scores or differences of scores, only those rows are included whose
-    run was trained on the dataset of the column.
-    """
+    """Yield the row and column of each table cell that `reproduce` must fill with a score."""
     runs = experiments()
     for row, address in table.runs.items():
         for column in table.columns:
@@ -197,10 +175,7 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
 
 
 def tables_with_slow_marks() -> Iterator[Any]:
-    """Yield all published tables as test parameters.
-
-    A table is marked as slow if earlier tables already test all of its tasks and metrics.
-    """
+    """Yield every published table, marked as slow if earlier tables have all its metrics."""
     seen = set[tuple[str, str]]()
     for table in load_published_tables():
         measures = {(column.task, column.metric) for column in table.columns}

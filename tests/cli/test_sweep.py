@@ -48,7 +48,6 @@ SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Create two encoders with two blocks each, and two photographs. Return their folder."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["one", "two"]):
         encoder_file(tmp_path / "runs" / name / "last.safetensors", seed=seed)
@@ -57,7 +56,6 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 
 def planned(capsys, *arguments: str) -> dict:
-    """Run `sweep --dry-run --json`. Return the plan that it prints."""
     capsys.readouterr()
     assert main(["sweep", *arguments, "--dry-run", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -262,15 +260,10 @@ def test_killed_sweeps_compute_only_pending_results_when_restarted(workdir):
 
 
 def record_times() -> dict[Path, int]:
-    """Return the time (ns) at which each file of stored scores was last written, by path."""
     return {path: path.stat().st_mtime_ns for path in Path("results/records").rglob("*.json")}
 
 
 def values(out: str) -> dict:
-    """Return the value of each score stored in a results folder, by its key.
-
-    The key states the encoder, task, dataset, block and settings. Fail if a file is unreadable.
-    """
     store = ResultStore(Path(out))
     found = {record.key(): record.value for record in store.records()}
     assert store.unreadable == {}
@@ -375,10 +368,7 @@ esac; done
 
 
 def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
-    """Create scripts that replace programs such as `sbatch`, in a folder at the start of PATH.
-
-    `commands` has the text of each script, by the name of the program.
-    """
+    """Create scripts that replace programs such as `sbatch`, and add their folder to PATH."""
     folder.mkdir(exist_ok=True)
     for name, text in commands.items():
         (folder / name).write_text(text)
@@ -388,10 +378,7 @@ def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
 
 @pytest.fixture
 def cluster(workdir, monkeypatch) -> Path:
-    """Simulate a SLURM cluster that accepts job arrays.
-
-    Return the path at which it stores the submitted script.
-    """
+    """Simulate a SLURM cluster that saves the submitted script, and return its path."""
     replace_commands(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
     monkeypatch.setenv("KEPT", str(workdir / "submitted.sh"))
     return workdir / "submitted.sh"
@@ -486,10 +473,7 @@ SLURM_JOB = {
 
 @pytest.fixture
 def allocation(tmp_path, monkeypatch) -> Path:
-    """Simulate the inside of a SLURM job, with its environment variables and SLURM's programs.
-
-    Return the current folder, in which the simulated programs write files.
-    """
+    """Simulate the inside of a SLURM job, and return the current folder."""
     monkeypatch.chdir(tmp_path)
     scontrol = 'case "$1" in show) echo node7; echo node8 ;; *) echo "$*" >> said ;; esac'
     srun = "printf '%s\\0' threads=$OMP_NUM_THREADS \"$@\" > started"

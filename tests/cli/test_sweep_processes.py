@@ -40,7 +40,7 @@ SCRIPT = textwrap.dedent(
 
 
 class _Job(Job):
-    """A job of a sweep that computes nothing. It has a title, and a word for how it should end."""
+    """A job of a sweep that computes nothing."""
 
     title = ""
 

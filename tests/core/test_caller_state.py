@@ -88,15 +88,7 @@ def test_no_forward_pass_is_in_training_mode(tmp_path):
 
 
 def train(between: Callable[[nn.Module, int], Any]) -> list[Any]:
-    """Train a module that contains dropout for two steps.
-
-    Args:
-        between: Function that is called after each backward pass with the module and the step.
-
-    Returns:
-        The trained weights, and the next random numbers of torch, numpy and Python. The numbers
-        show whether `between` has changed the random state.
-    """
+    """Train a module, calling `between` in each step, and return its weights and random numbers."""
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
@@ -109,6 +101,7 @@ def train(between: Callable[[nn.Module, int], Any]) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
     weights = [parameter.detach().clone() for parameter in module.parameters()]
+    # The random numbers show whether `between` has changed the random state.
     return [*weights, torch.rand(2), torch.tensor([np.random.rand(), random.random()])]
 
 

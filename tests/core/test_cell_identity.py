@@ -37,10 +37,6 @@ from tests.support.report_cells import build_record
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch):
-    """Create an encoder, class folders and VOC2012 in a folder, and make it the current folder.
-
-    Return the folder.
-    """
     monkeypatch.chdir(tmp_path)
     encoder_file(Path("encoder.safetensors"))
     class_folders(tmp_path / "classes")

@@ -108,7 +108,7 @@ def test_no_configuration_file_repeats_a_default():
 
 
 def calls(content: object) -> Iterator[dict[str, object]]:
-    """Yield each mapping with the key `_target_` in a file's content, including nested ones."""
+    """Yield each mapping with the key `_target_`, including nested ones."""
     if isinstance(content, dict):
         yield from [content] if "_target_" in content else []
         for item in content.values():

@@ -43,10 +43,7 @@ from tests.support.without_torch import REPOSITORY
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Simulate a machine that has two GPUs.
-
-    Return a list to which the index of each GPU is added when it becomes the current one.
-    """
+    """Simulate two GPUs, and return a list to which the index of each chosen GPU is added."""
     current = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -137,10 +134,7 @@ CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 
 @pytest.fixture(params=["AVX512", "AVX2"])
 def processor(request, monkeypatch):
-    """Make torch report a CPU with AVX-512 or with AVX2.
-
-    All matrix products are still computed by the real CPU.
-    """
+    """Make torch report a CPU with AVX-512 or AVX2, while the real CPU computes."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     return request.param
 
@@ -207,10 +201,7 @@ def test_products_equal_torch_in_the_precision_of_the_cpu(product, processor):
 
 
 def gradients(*contexts):
-    """Return the gradients of a small encoder as one vector.
-
-    The forward pass runs in the given context managers, such as `torch.autocast`.
-    """
+    """Return the gradients of a small encoder whose forward pass runs in `contexts`."""
     config = ViTConfig(image_size=16, patch_size=8, dim=64, depth=3, num_heads=2)
     module, images = build_vit(config, seed=0), noise(4, 3, 16, 16)
     with ExitStack() as entered:

@@ -29,7 +29,7 @@ LOADED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Build the documentation site and return its folder. Fail if a link or anchor is broken."""
+    """Build the documentation site, and fail if a link or anchor is broken."""
     folder = tmp_path_factory.mktemp("built") / "site"
     words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -132,10 +132,7 @@ def test_the_figures_of_pages_are_up_to_date(tmp_path, monkeypatch):
 
 
 def mean_difference(*files: Path) -> float:
-    """Return the mean absolute difference between the pixel values of two images.
-
-    Two drawings of the same figure may differ slightly, because fonts depend on the machine.
-    """
+    # Drawings of the same figure differ slightly, because fonts depend on the machine.
     new, kept = (np.asarray(Image.open(file).convert("RGB"), dtype=float) for file in files)
     assert new.shape == kept.shape
     return np.abs(new - kept).mean()

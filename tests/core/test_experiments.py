@@ -28,12 +28,10 @@ RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.
 
 @cache
 def experiment(name, *overrides) -> Pretraining:
-    """Return the configuration of a paper's training run, with config overrides.
-
-    The argument `experiment=NAME` gives the same configuration, but composing it takes longer.
-    """
+    """Return the configuration of a paper's training run, with config overrides."""
     run = RUNS[name]
     changes = (f"{key}={json.dumps(value)}" for key, value in run.changes.items())
+    # `experiment=NAME` gives the same configuration, but composing it takes longer.
     words = [f"experiment={run.recipe}", *changes, *overrides]
     with unchecked_types():
         plan = build(compose_config("pretraining", words))

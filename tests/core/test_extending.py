@@ -31,7 +31,6 @@ sys.exit(max(*codes, pytest.main(contract)))
 
 
 def commands() -> list[list[str]]:
-    """Return the arguments of the `ssl-bench` commands in docs/extending.md, in their order."""
     # The command with `toyvit:` needs an installed package: test_loader_contract.py runs it.
     lines = PAGE.replace("\\\n", " ").splitlines()
     shown = [line for line in lines if line.startswith("ssl-bench ") and "toyvit:" not in line]
@@ -39,10 +38,7 @@ def commands() -> list[list[str]]:
 
 
 def save_images(folder: Path) -> None:
-    """Save eight noise images and two list files that name each image and its class.
-
-    `train.txt` lists six images, and `val.txt` the other two.
-    """
+    """Save eight noise images, and list them with their classes in train.txt and val.txt."""
     (folder / "a").mkdir(parents=True)
     random = np.random.default_rng(0)
     rows = [f"a/{number}.png class{number % 2}\n" for number in range(8)]

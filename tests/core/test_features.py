@@ -27,10 +27,7 @@ def ours(**changes: Any) -> Encoder:
 
 
 def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -> Encoder:
-    """Return a timm Vision Transformer with random weights, as an encoder for any image size.
-
-    `changes` are further arguments of timm's class.
-    """
+    """Return a random timm Vision Transformer as an encoder for any image size."""
     model = timm.models.VisionTransformer(
         img_size=32, patch_size=8, embed_dim=dim, depth=depth, num_heads=num_heads, num_classes=0,
         dynamic_img_size=True, **changes,
@@ -43,7 +40,6 @@ def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -
 
 
 def timm_twin(encoder: Encoder) -> Encoder:
-    """Return a timm model with the same weights as an encoder of this suite."""
     twin = of_timm()
     twin.module.get_submodule("model").load_state_dict(encoder.module.state_dict())
     return twin
@@ -315,10 +311,7 @@ def test_invalid_layers_are_refused(layers):
 
 @pytest.fixture
 def limited_encoder():
-    """Yield an encoder that runs out of memory if a batch has more than two images.
-
-    Also yield a list to which the encoder appends the size of each batch.
-    """
+    """Yield an encoder that fails for more than two images, and a list of its batch sizes."""
     encoder, batch_sizes = ours(), []
 
     def refuse(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:

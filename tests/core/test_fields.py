@@ -54,7 +54,6 @@ def configured_classes() -> frozenset[type]:
 
 
 def has_unbounded_number(kind: Any) -> bool:
-    """Return whether the type of a field contains an `int` or `float` without bounds."""
     if get_origin(kind) is Annotated:
         base, legal = get_args(kind)[:2]
         return not isinstance(legal, Bounds) and has_unbounded_number(base)

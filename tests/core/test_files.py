@@ -68,11 +68,9 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(params=KINDS)
 def make(request) -> Iterator[Callable[[Path], object]]:
-    """Return a function that creates something other than a regular file, such as a pipe.
-
-    If a test blocks while it reads the path, it is killed after two minutes.
-    """
+    """Return a function that creates a path that is no regular file, such as a pipe."""
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # Kill a test that blocks while it reads the path.
     signal.alarm(120)
     try:
         yield KINDS[request.param]

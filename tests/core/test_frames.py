@@ -25,7 +25,6 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def results(tmp_path, monkeypatch) -> Path:
-    """Return a results folder with a copy of scores that this repository contains."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
     shutil.copy(REPOSITORY / "results/osa_mnist/records.parquet", tmp_path / "results")

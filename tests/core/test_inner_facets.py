@@ -99,10 +99,7 @@ def test_the_skips_of_timm_add_up_the_inner_facets(kind):
 
 
 class Wrapped(nn.Module):
-    """A transformer block that also calls the module `shown` with its output, `times` times.
-
-    The return values of `shown` are discarded.
-    """
+    """A block that also calls `shown` with its output, and ignores the results."""
 
     def __init__(self, block: nn.Module, shown: nn.Module, times: int) -> None:
         super().__init__()
@@ -116,7 +113,6 @@ class Wrapped(nn.Module):
 
 
 def encoder_calling(shown: nn.Module, times: int = 1) -> Encoder:
-    """Return an encoder whose last block also calls the module `shown` with its output."""
     encoder = ours()
     blocks: Any = encoder.module.get_submodule("blocks")
     blocks[1] = Wrapped(blocks[1], shown, times)
@@ -124,8 +120,6 @@ def encoder_calling(shown: nn.Module, times: int = 1) -> Encoder:
 
 
 class Apply(nn.Module):
-    """A module that applies the function `change` to its input tokens."""
-
     def __init__(self, change: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self.change = change
@@ -135,7 +129,7 @@ class Apply(nn.Module):
 
 
 class AddsInPlace(Wrapped):
-    """A block that calls `shown` with its output, and then adds 1 to this output in place."""
+    """A block that adds 1 to its output in place, after `shown` was called with it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).add_(1)

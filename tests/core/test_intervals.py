@@ -25,12 +25,9 @@ def hits(right, wrong):
 
 
 def some_counts(images=12, classes=5):
-    """Return random pixel counts of shape [images, 3, classes].
-
-    The second axis has the numbers of correct, predicted and true pixels. The last two classes
-    occur only in the first image.
-    """
+    """Return random counts of correct, predicted and true pixels, shaped [images, 3, classes]."""
     true = RANDOM.integers(1, 90, (images, classes)) * (RANDOM.random((images, classes)) < 0.6)
+    # The last two classes occur only in the first image.
     true[1:, -2:] = 0
     right = (true * RANDOM.random(true.shape)).astype(int)
     predicted = right + RANDOM.integers(0, 20, true.shape)
@@ -38,11 +35,7 @@ def some_counts(images=12, classes=5):
 
 
 def miou(counts, classes=slice(None)):
-    """Compute the mean IoU in percent directly from its definition.
-
-    `counts` has the shape [images, 3, classes]. The second axis has the numbers of correct,
-    predicted and true pixels. Only the classes selected by `classes` count.
-    """
+    """Compute the mean IoU (%) of counts shaped [images, 3, classes] from its definition."""
     found = []
     for right, predicted, true in counts.sum(0, dtype=np.float64)[:, classes].T:
         union = predicted + true - right
@@ -116,11 +109,7 @@ def test_single_or_identical_images_have_no_interval():
 
 
 def population(classes, images=1500):
-    """Return random pixel counts of many images, of shape [images, 3, classes].
-
-    The second axis has the numbers of correct, predicted and true pixels. Each image shows few
-    classes, and most classes are rare.
-    """
+    """Return counts like `some_counts`, but of images with few and mostly rare classes."""
     random = np.random.default_rng(classes)
     shown = random.random((images, classes)) < 0.6 / np.arange(1, classes + 1)
     shown[:, 0] |= ~shown.any(1)
@@ -162,13 +151,10 @@ def test_a_bootstrap_interval_is_symmetric_in_the_log_odds():
 
 
 def boxes(images=2000):
-    """Return random box counts of shape [images, 4, 2], in the format of object discovery.
-
-    Row 0 of an image has the number of true boxes. Rows 1 to 3 count the predicted boxes, from the
-    most to the least confident. Column 0 counts all boxes, and column 1 the correct ones.
-    """
+    """Return random box counts of shape [images, 4, 2], in the format of object discovery."""
     random = np.random.default_rng(1)
     counts = np.zeros((images, 4, 2), np.int64)
+    # Row 0 counts the true boxes. Rows 1 to 3 count a predicted box, and if it is correct.
     counts[:, 0, 0] = left = 1 + random.poisson(1.4, images)
     skill, found = expit(random.normal(-2, 1.3, images)), random.integers(1, 4, images)
     for rank, chance in enumerate((1, 0.6, 0.4)):

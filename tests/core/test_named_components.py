@@ -122,10 +122,7 @@ PRESETS = [
 
 
 def preset(task: str, protocol: str, *overrides: str) -> Any:
-    """Return the probe that the command line builds for a task and a protocol (a named preset).
-
-    `overrides` are config overrides that change single settings of the protocol.
-    """
+    """Return the probe that the command line builds for a task and a protocol."""
     key = protocol_group(task) if choices(protocol_group(task)) else "probe.protocol"
     words = [f"probe={task}", f"{key}={protocol}", *overrides]
     return build(compose_config("probing", words), "probe")

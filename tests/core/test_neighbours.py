@@ -22,10 +22,7 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 def record_products(monkeypatch) -> list[int]:
-    """Record how many queries each nearest-neighbour search by matrix products has.
-
-    Return the list to which each search appends its number of queries.
-    """
+    """Return a list to which each search by matrix products adds its number of queries."""
     rows, whole = [], neighbours._nearest_by_product
 
     def record(queries, memory, count):
@@ -124,5 +121,4 @@ def test_faiss_on_a_gpu_agrees_with_the_product():
 
 
 def meta_tensors() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and stored vectors on the meta device, where tensors have no values."""
     return torch.empty(2, 4, device="meta"), torch.empty(8, 4, device="meta")

@@ -41,18 +41,11 @@ OURS = {
 
 @dataclass(frozen=True)
 class Parsed:
-    """A parsed command line.
-
-    Attributes:
-        command: Name of the command, such as "probe".
-        options: The parsed flags.
-        overrides: Config overrides, such as `seed=1`. For `probe` and `sweep`, this is a
-            `ProbeRequest` that contains the overrides.
-    """
+    """A parsed command line."""
 
     command: str
     options: argparse.Namespace
-    overrides: Any
+    overrides: Any  # For `probe` and `sweep`, a `ProbeRequest` that contains the overrides.
 
 
 def parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Parsed:

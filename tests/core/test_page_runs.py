@@ -71,7 +71,7 @@ FIRST_CONDITIONING = [
 
 @pytest.fixture(scope="module")
 def few_scenes() -> Iterator[None]:
-    """Let the generated toy datasets consist of only eight different images, to save time."""
+    """Let the toy datasets consist of only eight different images, to save time."""
     paint = cache(Painter.paint_scene)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -81,10 +81,7 @@ def few_scenes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prepared(few_scenes, tmp_path_factory) -> Path:
-    """Create the files that commands of the pages need, and scores of two encoders.
-
-    Return their folder.
-    """
+    """Create the files that commands of the pages need, and scores of two encoders."""
     folder = tmp_path_factory.mktemp("prepared")
     create_inputs(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -111,12 +108,7 @@ def test_the_commands_of_a_page_run_in_order(page, prepared, tmp_path, monkeypat
 
 
 def run_command(shown: PageCommand, folder: Path) -> str:
-    """Run a shortened command of a documentation page. Return its errors, or "" if it succeeds.
-
-    Args:
-        shown: The command as the page shows it.
-        folder: Folder with the small encoders and datasets that the command uses.
-    """
+    """Run a shortened command of a documentation page, and return its errors."""
     words = shorten(shown.suite, folder)
     copy_records(words)
     # The streams are files, because a table may be bytes.
@@ -131,10 +123,7 @@ def run_command(shown: PageCommand, folder: Path) -> str:
 
 
 def copy_records(words: list[str]) -> None:
-    """Copy scores to the results folder of a `table`, `compare` or `report` command.
-
-    Nothing is copied for other commands, or if the folder already contains scores.
-    """
+    """Copy scores to the results folder of a `table`, `compare` or `report` command."""
     out = Path(words[words.index("--out") + 1] if "--out" in words else "results")
     if words[0] in ("table", "compare", "report") and not (out / "records").exists():
         committed = ROOT / out / "records.parquet"
@@ -158,10 +147,7 @@ LAYERS = {"11": "1", "0,5,-1": "0,-1", "3,7,11": "0,1", "2,5,8,11": "0,1"}
 
 
 def shorten(words: Sequence[str], folder: Path) -> list[str]:
-    """Change a command of a documentation page so that it runs quickly.
-
-    The new command evaluates few blocks, and uses small sizes, encoders and datasets.
-    """
+    """Change a command of a documentation page so that it runs quickly."""
     short = [re.sub(r"(^|=|,)/(?=data|photos|classes|shared)", rf"\1{folder}/", w) for w in words]
     names = ENCODERS | (RUNS if short[0] == "compare" else {})
     short = [PUBLISHED.sub("timm:test_vit", names.get(word, word)) for word in short]
@@ -182,7 +168,7 @@ def shorten(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def without_slurm(words: Sequence[str]) -> list[str]:
-    """Replace the flag `--slurm` with `--print`. Remove `--slurm-...` flags and their values."""
+    """Replace the flag `--slurm` with `--print`, and remove all `--slurm-...` flags."""
     if "--slurm" not in words:
         return list(words)
     dropped = {n + more for n, w in enumerate(words) for more in (0, 1) if w.startswith("--slurm-")}
@@ -191,11 +177,7 @@ def without_slurm(words: Sequence[str]) -> list[str]:
 
 
 def with_sizes(words: Sequence[str]) -> list[str]:
-    """Add settings to a command that make the work of its probes small.
-
-    A setting is added only if at least one of the command's probes has its config key. It replaces
-    the command's own setting of this key.
-    """
+    """Add settings to a command that make its probes fast."""
     flags = dict(itertools.pairwise(words))
     tasks = flags.get("--task", "all")
     names = choices("probe") if tasks == "all" else tasks.split(",")
@@ -215,10 +197,7 @@ def with_sizes(words: Sequence[str]) -> list[str]:
 
 @cache
 def compose(choice: tuple[str, ...], given: tuple[str, ...]) -> dict[str, Any]:
-    """Return the configuration of the probe and dataset that `choice` selects.
-
-    The settings `given` are included only if they are valid.
-    """
+    """Return the configuration of `choice`, with the settings `given` if they are valid."""
     try:
         return compose_config("probing", [*choice, *given])
     except ConfigurationError:

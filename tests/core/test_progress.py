@@ -22,7 +22,7 @@ from tests.support.torchrun import set_torchrun_env
 
 
 def run_on_a_terminal(work: Callable[[], object]) -> str:
-    """Run a function in a process whose stderr is a terminal. Return what it prints."""
+    """Run a function in a process whose stderr is a terminal, and return what it prints."""
     child, terminal = pty.fork()
     if not child:
         code = 70
@@ -118,10 +118,7 @@ def test_commands_show_a_bar_on_a_terminal_only(tmp_path, monkeypatch, capfd):
 
 
 def exit_code_of_say(seconds: int) -> int:
-    """Start a process that prints a message, and that is killed after `seconds` if it still runs.
-
-    Return its exit code.
-    """
+    """Print a message in a process with a time limit, and return its exit code."""
 
     def work() -> None:
         signal.alarm(seconds)

@@ -133,7 +133,7 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def texts() -> Path:
-    """Return the folder that contains the papers as text, which is not part of this repository."""
+    """Return the folder with the texts of the papers, which are not in this repository."""
     beside = Path(__file__).parents[3] / "shared" / "paper"
     folder = Path(os.environ.get("SSL_BENCH_TEST_PAPERS", beside))
     if not folder.is_dir():
@@ -142,10 +142,7 @@ def texts() -> Path:
 
 
 def count_numbers(table: PublishedTable, text: str) -> Counter[float]:
-    """Count how often each number occurs in the paragraphs next to the caption of a table.
-
-    If the text has no such caption, count the numbers in the whole text.
-    """
+    """Count the numbers in the text next to the caption of a table, or in the whole text."""
     blocks = [block.splitlines() for block in re.split(r"\n\s*\n", text)]
     kind, _, number = table.where.partition(" ")
     caption = re.compile(rf"\W*{kind}\s*{re.escape(number)}\s*:", re.IGNORECASE)

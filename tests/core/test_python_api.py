@@ -324,8 +324,6 @@ def test_module_identity_ignores_the_import_name_of_the_file():
 
 
 class _Reordered(own_module.Own):
-    """An encoder that changes the order of its tokens with the function `order`."""
-
     def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.order = order
@@ -469,7 +467,6 @@ def photographs(folder: Path, count: int) -> None:
 
 
 def features(folder: Path, *words: str) -> list[str]:
-    """Return the arguments of a command that saves the features of the images in `photos`."""
     return [
         *("features", "--checkpoint", f"{FILE}:own", "--data-root", "photos"),
         *("--layer", "0,2", "--facet", "cls,token", "--out", str(folder), *words),

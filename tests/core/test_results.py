@@ -357,7 +357,7 @@ def pack_records(folder: Path) -> ResultStore:
 
 
 def contents(store: ResultStore) -> list:
-    """Return all that a results folder contains: scores, per-image values and image names."""
+    """Return the scores, per-image values and image names of a results folder."""
     records = store.records()
     images = [store.load_per_image(record) for record in records]
     assert store.damaged_files == []
@@ -446,7 +446,7 @@ def test_reordered_per_image_values_are_damaged(tmp_path):
 
 
 def encoder_records(count: int) -> list[Record]:
-    """Return made-up scores of two blocks for each of `count` encoders, as records."""
+    """Return made-up scores of two blocks for each of `count` encoders."""
     models = [f"encoder {number}" for number in range(count)]
     return [
         replace(RECORD, model=model, checkpoint_sha256=f"{number}" * 64, layer=layer, details={})

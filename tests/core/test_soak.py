@@ -29,10 +29,7 @@ def measure_resources() -> tuple[float, int]:
 
 
 def assert_constant_resources(work: Callable[[int], object]) -> None:
-    """Call a function many times, and check that memory use and open files hardly increase.
-
-    They are compared after the first tenth of the calls and after the last call.
-    """
+    """Call a function many times, and check that memory use and open files hardly increase."""
     before = measure_resources()
     with unchecked_types():
         for number in range(ROUNDS):

@@ -23,10 +23,7 @@ print(config_folder())
 
 
 def build_wheel(source: Path, folder: Path, *options: str) -> Path:
-    """Build a wheel from the source folder and unpack it.
-
-    Return the folder of the unpacked files.
-    """
+    """Build a wheel and return the folder of its unpacked files."""
     command = [sys.executable, "-m", "build", "-q", "--no-isolation", *options]
     subprocess.run([*command, "--outdir", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -35,10 +32,7 @@ def build_wheel(source: Path, folder: Path, *options: str) -> Path:
 
 
 def run_installed(code: str, site: Path, folder: Path) -> list[str]:
-    """Run Python code that imports from the unpacked wheel in `site`.
-
-    Return the words it prints.
-    """
+    """Run code that imports from the unpacked wheel in `site`, and return the words it prints."""
     code = f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
