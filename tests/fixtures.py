@@ -82,7 +82,6 @@ def photos(shared_data: Path) -> Path:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
-    """Yield a local web server that serves a single file."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with WebServer() as server:
         yield server
@@ -91,10 +90,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Create `encoder.safetensors` and four images in `photos`, and change to their folder.
-
-    Return the folder.
-    """
+    """Change to a folder with `encoder.safetensors` and four images in `photos`."""
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors")
     photo_folder(tmp_path / "photos")
@@ -109,11 +105,9 @@ def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create an empty cache of file hashes, which the suite then uses. Return its folder.
-
-    Hashes are cached even if a file was changed less than two seconds ago.
-    """
+    """Return the folder of an empty cache of file hashes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # Cache hashes even of files that changed less than two seconds ago.
     monkeypatch.setattr(fingerprints, "RACY_NS", 0)
     return tmp_path / "cache/ssl-bench/digests"
 

@@ -44,11 +44,7 @@ FEW = (
 
 
 def compute_values(folder: Path) -> dict[str, Any]:
-    """Run all commands in a folder, and return the numbers that they compute, by name.
-
-    These are the logged values of each training step, hashes of the last weights of each run, and
-    the value and interval of each stored score.
-    """
+    """Run all commands in a folder, and return the numbers that they compute, by name."""
     values: dict[str, Any] = {}
     photographs, runs = _save_photographs(folder / "photographs"), list[str]()
     for objective, options in OBJECTIVES.items():
@@ -83,10 +79,7 @@ def _run(*words: str) -> None:
 
 
 def _save_photographs(folder: Path) -> Path:
-    """Save four crops of each of scikit-learn's two sample photographs.
-
-    Each photograph is a class.
-    """
+    """Save crops of scikit-learn's two sample photographs, each as a class."""
     for number, pixels in enumerate(load_sample_images().images):
         parent = folder / f"class{number}"
         parent.mkdir(parents=True)

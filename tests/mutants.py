@@ -42,10 +42,7 @@ FORK = mp.get_context("fork")
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug to add to the code: in `file`, the first occurrence of `old` is replaced by `new`.
-
-    At least one of `tests` must then fail.
-    """
+    """A bug to add to the code, after which at least one of `tests` must fail."""
 
     name: str
     file: str
@@ -54,7 +51,7 @@ class Mutant:
     tests: list[str]
 
     def plant(self, tree: Path) -> bool:
-        """Add the bug to a copy of the checkout. Return whether the file contains `old`."""
+        """Add the bug to a copy of the checkout, and return whether `old` was found."""
         path = tree / self.file
         # The file is a hard link, so writing to it would change the other copies.
         text = path.read_text()
@@ -84,11 +81,7 @@ class FirstFailure:
 
 
 def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None:
-    """Run tests of the checkout `tree` in the current process, which must be a fork.
-
-    The working folder, output and modules of the process change. The exit code of pytest and the
-    name of the first failed test are sent through `connection`.
-    """
+    """Run tests in a forked process, and send pytest's exit code and the first failed test."""
     os.setsid()
     os.chdir(tree)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -106,10 +99,7 @@ def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None
 
 
 def find_failure(tree: Path, tests: Sequence[str]) -> str:
-    """Run tests in `tree`, a copy of the checkout.
-
-    Return the name of the first failed test or another reason for the failure, or "" if all pass.
-    """
+    """Run tests, and return the first failed test or another reason for failure, or ""."""
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=run_pytest, args=(tree, tests, sender))
     process.start()
@@ -134,13 +124,7 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def check_mutant(mutant: Mutant, original: Path, passing: set[str]) -> str:
-    """Add a bug to a copy of the checkout and run its tests. Return the outcome as text.
-
-    Args:
-        mutant: The bug.
-        original: A copy of the checkout without any added bug.
-        passing: Tests that are known to pass without the bug. Further such tests are added.
-    """
+    """Run the tests of a bug in a copy of the checkout, and return the outcome as text."""
     tree = original.with_name(mutant.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
     try:
@@ -160,10 +144,7 @@ def check_mutant(mutant: Mutant, original: Path, passing: set[str]) -> str:
 
 
 def check_mutants(mutants: Sequence[Mutant], original: Path) -> None:
-    """Run the tests for each bug in `mutants`, and print a line for each.
-
-    Exit with 1 if the tests miss a bug. `original` is a copy of the checkout without any added bug.
-    """
+    """Run the tests of each bug, print the outcome, and exit with 1 if they miss a bug."""
     passing: set[str] = set()
     results = []
     for mutant in mutants:

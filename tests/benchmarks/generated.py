@@ -135,7 +135,7 @@ def probe_pages(root: Path) -> dict[str, Generator]:
 
 
 def generators(root: Path) -> dict[str, Generator]:
-    """Return a function for each checked file, by path, that generates it within seconds."""
+    """Return the functions that generate the checked files, by the path of the file."""
     return {**WHOLE, **evidence_figures(root), **probe_pages(root)}
 
 

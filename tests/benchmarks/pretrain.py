@@ -196,7 +196,7 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
 def measured_head(
     name: str, batch: int, *, device: torch.device, out_dim: int, num_views: int = 10
 ) -> tuple[float, float]:
-    """Return the peak memory (MiB) and milliseconds of both passes of DINO's head and loss."""
+    """Return the peak memory (MiB) and time (ms) of a forward and backward pass of DINO's head."""
     config = ViTConfig(image_size=8, patch_size=8, dim=384, depth=1)
     learner = Dino(out_dim=out_dim).build(config, TIMELINE, seed=0)
     learner.student.backbone = learner.teacher.backbone = nn.Flatten(1)

@@ -308,7 +308,7 @@ def test_the_state_of_a_damaged_run_is_unknown(tmp_path, train):
 
 
 def simulate_steps(plan: Plan, errors_of_unfinished_runs) -> dict[str, tuple[str, int]]:
-    """Return the outcome of each step of a plan, without training or probing."""
+    """Return the state and exit code of each step of a plan, without training or probing."""
 
     def execute(line) -> int:
         name = Path(line[line.index("--out") + 1]).name

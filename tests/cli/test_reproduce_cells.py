@@ -55,7 +55,7 @@ def compose(
 
 
 class StandIn:
-    """A replacement of `ssl-bench pretrain` and `probe` that saves made-up weights and scores."""
+    """A replacement for `ssl-bench pretrain` and `probe` that saves made-up weights and scores."""
 
     def __init__(self) -> None:
         self.model = build_encoder(

@@ -378,7 +378,7 @@ def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
 
 @pytest.fixture
 def cluster(workdir, monkeypatch) -> Path:
-    """Simulate a SLURM cluster that saves the submitted script, and return its path."""
+    """Simulate a SLURM cluster, and return the path of the submitted script that it saves."""
     replace_commands(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
     monkeypatch.setenv("KEPT", str(workdir / "submitted.sh"))
     return workdir / "submitted.sh"

@@ -129,7 +129,7 @@ class Apply(nn.Module):
 
 
 class AddsInPlace(Wrapped):
-    """A block that adds 1 to its output in place, after `shown` was called with it."""
+    """A block that calls `shown` with its output, and then adds 1 to it in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).add_(1)

@@ -14,10 +14,7 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Create a miniature ADE20K with two images of 2 x 3 pixels, and their masks, in each split.
-
-    The masks contain the lowest and the highest class.
-    """
+    """Create a miniature ADE20K with two images and their masks in each split."""
     root = tmp_path / "ADEChallengeData2016"
     for split in ("training", "validation"):
         for kind in ("images", "annotations"):

@@ -34,7 +34,7 @@ PIXELS = "3534a8238b8ee5adb31bd19a18834c4a452f6f0b54c3a47d7bfbca2f4bff7dad"
 
 
 def picture() -> np.ndarray:
-    """Return an image of grey blocks with coloured noise, of shape [40, 48, 3]."""
+    """Return an image of grey blocks with coloured noise."""
     draws = np.random.RandomState(0)
     blocks = np.kron(draws.randint(0, 256, (5, 6, 1)), np.ones((8, 8, 3)))
     return np.clip(blocks + draws.randint(-30, 31, (40, 48, 3)), 0, 255).astype(np.uint8)

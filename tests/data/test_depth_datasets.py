@@ -29,7 +29,6 @@ def save(path: Path, pixels: Any, dtype: type = np.uint16) -> None:
 
 
 def depth_of(dataset: Any) -> np.ndarray:
-    """Return the depth map of the first validation image in metres."""
     depth = dataset.val()[0].depth
     assert depth is not None
     return depth
@@ -40,7 +39,6 @@ def depth_of(dataset: Any) -> np.ndarray:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """Create two training images and one validation image, each with a depth map."""
     for name in ("train/x/a", "train/x/b", "val/y/c"):
         save(tmp_path / f"images/{name}.jpg", [[(9, 8, 7)] * 3] * 2, np.uint8)
         save(tmp_path / f"depth/{name}.png", NUMBERS)
@@ -107,10 +105,7 @@ def test_wrong_files_of_folders_are_named(folders):
 
 @pytest.fixture(scope="module")
 def nyu(tmp_path_factory) -> Path:
-    """Create three NYU frames of 640 x 480 pixels. Their depth increases by 1 mm per pixel.
-
-    The depth starts again at 0 after 10 m.
-    """
+    """Create three NYU frames whose depth increases by 1 mm per pixel, up to 10 m."""
     folder = tmp_path_factory.mktemp("data") / "nyu_depth_v2"
     numbers = np.arange(480 * 640).reshape(480, 640)
     for split, ids in IDS.items():
@@ -192,7 +187,6 @@ def test_wrong_files_and_lines_of_nyu_are_named(tmp_path):
 
 @pytest.mark.data
 def test_real_frames_are_read_in_metres(shared_data):
-    """Read frames whose depth was once stored in 8 bits, so that it has steps of 39 mm."""
     place = shared_data / "real/nyu_v2"
     if not place.is_dir():
         pytest.skip(f"no {place}")
@@ -204,6 +198,7 @@ def test_real_frames_are_read_in_metres(shared_data):
     assert (train.ids, val.ids) == (Nyu(place).train().ids, Nyu(place).val().ids)
     depth = depth_of(listed)
     assert (depth > 0).sum() == 426 * 560
+    # The depth of these frames was once stored in 8 bits.
     steps = np.diff(np.unique(depth[depth > 0]))
     assert steps.min() == pytest.approx(0.039, abs=1e-5)
     assert 0.3 < depth[depth > 0].min() < depth.max() < 10

@@ -78,7 +78,7 @@ def tiny_imagenet(root: Path) -> Path:
 
 
 def named_folders(root: Path) -> Path:
-    """Create a training image, a validation image, a mask for each, and a list of class names."""
+    """Create a training and a validation image, their masks, and a list of class names."""
     paired_folders(root, {"train": "1", "val": "1"})
     (root / "classes.txt").write_text("sky\nsea\na\nb\nc\nd\ne\nf\ng")
     return root
@@ -372,7 +372,6 @@ def test_changing_missing_and_special_files_are_refused(tmp_path, monkeypatch):
 
 @pytest.fixture
 def images(tmp_path: Path) -> FileImageSet:
-    """Return an image set that consists of three training images with the ids a, b and c."""
     paired_folders(tmp_path, {"train": "abc", "val": "d"})
     return ImageMaskFolders(tmp_path, class_names=[str(n) for n in range(9)]).train()
 

@@ -38,7 +38,6 @@ def save_images(root: Path, *names: str) -> None:
 
 
 def mask_of(dataset: ImageMaskFolders) -> list[list[int]]:
-    """Return the mask of the first validation image."""
     mask = dataset.val()[0].mask
     assert mask is not None
     return mask.tolist()
@@ -52,7 +51,6 @@ def build_dataset(name: str, root: Path, **changes: Any) -> ImageMaskFolders:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """Create two training images and one validation image in images/, and their masks in masks/."""
     for split, names in (("train", "ab"), ("val", "c")):
         for name in names:
             save_images(tmp_path, f"images/{split}/{name}.jpg")

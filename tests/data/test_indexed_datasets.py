@@ -37,20 +37,14 @@ VOC_BOX = {"xmin": "9", "ymin": "9", "xmax": "24", "ymax": "24"}
 
 
 def picture(number: int) -> Image.Image:
-    """Return a noise image in which the colour channel `number % 3` is brighter.
-
-    The index of this channel is the class of the image.
-    """
+    """Return a noise image whose brightest colour channel is its class, `number % 3`."""
     pixels = np.random.default_rng(number).integers(0, 150, (32, 40, 3), np.uint8)
     pixels[..., number % 3] += 100
     return Image.fromarray(pixels)
 
 
 def mask(number: int) -> np.ndarray:
-    """Return the mask of image `number`, in which a rectangle has class 1.
-
-    In the first row, all pixels are ignored (255).
-    """
+    """Return a mask with a rectangle of class 1 and a first row of ignored pixels."""
     classes = np.zeros((32, 40), np.uint8)
     classes[8:24, 8 + number % 4 : 24] = 1
     classes[0] = 255
@@ -58,10 +52,7 @@ def mask(number: int) -> np.ndarray:
 
 
 class Items(torch.utils.data.Dataset):
-    """A PyTorch dataset of noise images that are numbered from `first` on.
-
-    By default, the class of an image is `number % 3`.
-    """
+    """A PyTorch dataset of noise images that are numbered from `first` on."""
 
     classes = CLASSES
 
@@ -79,8 +70,6 @@ class Items(torch.utils.data.Dataset):
 
 
 class BrokenItems(Items):
-    """A PyTorch dataset of noise images that raises an error when the second image is read."""
-
     def __getitem__(self, index):
         if index == 1:
             raise OSError("no such file")
@@ -88,7 +77,7 @@ class BrokenItems(Items):
 
 
 class WithoutNames(torch.utils.data.Dataset):
-    """A PyTorch dataset with the images and labels of another dataset, but without class names."""
+    """A dataset with the images and labels of another one, but without class names."""
 
     def __init__(self, items: Items) -> None:
         self.items = items
@@ -116,10 +105,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def probe(encoder: str, task: str, **inputs: Any) -> list[tuple[Any, ...]]:
-    """Run a probe. Return the block, facet, metric, value and 95 % interval of each result.
-
-    A facet is a kind of feature, such as the [CLS] token.
-    """
     found = run(encoder, task, **inputs)
     return [(r.layer, r.facet, r.metric, r.value, r.ci95) for r in found]
 

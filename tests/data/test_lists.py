@@ -15,11 +15,7 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def find(tmp_path: Path):
-    """Return a function that finds the images listed in a list file.
-
-    Its arguments are the lines of the file, and the names of image files to create first. It
-    returns the ids of the images.
-    """
+    """Return a function that creates image files and returns the ids of the listed ones."""
 
     def find(lines: list[str], *names: str, suffix: str = ".jpg") -> list[str]:
         for name in names:

@@ -27,7 +27,7 @@ SIZES = {
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> Path:
-    """Return a folder with smooth images of several formats, one of them rotated by EXIF."""
+    """Create smooth images of several formats, one of them rotated by EXIF."""
     for name, ((width, height), _) in SIZES.items():
         path = tmp_path / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)

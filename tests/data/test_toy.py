@@ -30,10 +30,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture
 def few_photographs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let generated scenes use fewer photographs, to save time.
-
-    Use this only in tests that do not check what the scenes show.
-    """
+    """Save time in tests that do not check what the generated scenes show."""
     monkeypatch.setattr(toy_scenes, "BACKGROUNDS", toy_scenes.BACKGROUNDS[:1])
     monkeypatch.setattr(toy_scenes, "TEXTURES", dict(list(toy_scenes.TEXTURES.items())[:3]))
 

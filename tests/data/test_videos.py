@@ -30,15 +30,11 @@ def write_frame(path: Path, seed: int, size: tuple[int, int] = SIZE) -> None:
 
 
 def write_mask(
-    path: Path, numbers: Mapping[int, int], size: tuple[int, int] = SIZE, mode: str = "P"
+    path: Path, stripes: Mapping[int, int], size: tuple[int, int] = SIZE, mode: str = "P"
 ) -> None:
-    """Write a mask that consists of horizontal stripes.
-
-    `numbers` has the first row and the pixel value of each stripe. `size` is the width and height
-    of the mask, and `mode` its Pillow mode.
-    """
+    """Write a mask of horizontal stripes, given the first row and the pixel value of each."""
     mask = np.zeros(size[::-1], np.uint8)
-    for row, number in numbers.items():
+    for row, number in stripes.items():
         mask[row:] = number
     path.parent.mkdir(parents=True, exist_ok=True)
     image = Image.fromarray(mask)
@@ -52,18 +48,14 @@ def list_videos(root: Path, year: int) -> None:
     (root / f"ImageSets/{year}/val.txt").write_text("cow\nbear\n")
 
 
-def davis(root: Path, year: int, numbers: Mapping[int, int]) -> Path:
-    """Write two videos, of four and of three frames, in the layout of DAVIS. Return `root`.
-
-    `year` is the version of DAVIS, 2016 or 2017. The masks consist of horizontal stripes. `numbers`
-    has the first row and the pixel value of each stripe.
-    """
+def davis(root: Path, year: int, stripes: Mapping[int, int]) -> Path:
+    """Write two videos, with masks of horizontal stripes, in the layout of DAVIS."""
     for video, count in (("cow", 4), ("bear", 3)):
         for frame in range(count):
             name = f"480p/{video}/{frame:05d}"
             write_frame(root / f"JPEGImages/{name}.jpg", frame)
             mode = "L" if year == 2016 else "P"
-            write_mask(root / f"Annotations/{name}.png", numbers, mode=mode)
+            write_mask(root / f"Annotations/{name}.png", stripes, mode=mode)
     list_videos(root, year)
     return root
 

@@ -39,10 +39,7 @@ def mask_of(sample: Sample) -> np.ndarray:
 
 @pytest.fixture
 def devkit(tmp_path: Path) -> Path:
-    """Create a miniature VOC2012 with three images of 4 x 4 pixels.
-
-    Image a is in the lists train and trainaug, b in val, and c only in trainaug.
-    """
+    """Create a miniature VOC2012 with three images of 4 x 4 pixels."""
     voc = tmp_path / "VOCdevkit/VOC2012"
     objects = {"a": person(), "b": person(difficult=1) + person(truncated=1), "c": ""}
     for folder in ("JPEGImages", "Annotations", "ImageSets/Segmentation", "ImageSets/Main"):

@@ -30,33 +30,18 @@ THREE_BLOCKS = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads
 
 
 class Unit(NamedTuple):
-    """A unit of work, such as a training step, in which waits for the device are counted.
+    """A unit of work, such as a training step, whose waits for the device are counted."""
 
-    Two commands are run that differ only in the number of units. The additional waits of the longer
-    command are divided by its number of additional units.
-
-    Attributes:
-        arguments: Arguments that both commands share.
-        few: Additional argument of the shorter command, such as "train.max_steps=1".
-        many: Additional argument of the longer command.
-        more: How many more units the longer command has. If None, a unit is a step of L-BFGS. Such
-            steps are counted during the run, because their number depends on rounding.
-        waits: Maximum number of waits per unit. No unit may make a blocking copy to the device, or
-            copy unpinned memory to it.
-    """
-
+    # Two commands are compared that differ only in their number of units.
     arguments: Sequence[str]
-    few: str
-    many: str
-    more: int | None
-    waits: int = 0
+    few: str  # Additional argument of the shorter command.
+    many: str  # Additional argument of the longer command.
+    more: int | None  # Additional units of the longer command. If None, L-BFGS steps are counted.
+    waits: int = 0  # Maximum number of waits per unit.
 
 
 def step_of(objective: str, *options: str) -> Unit:
-    """Describe a training step of a pretraining objective, so that its waits can be counted.
-
-    The step includes reading and cropping images, and logging.
-    """
+    """Return a training step of a pretraining objective, from reading images to logging."""
     arguments = tuple(pretraining(objective, "classes3", *options))
     return Unit(arguments, "train.max_steps=1", "train.max_steps=2", 1)
 
@@ -72,11 +57,7 @@ FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 
 
 def heads_step(*options: str, waits: int = 0) -> Unit:
-    """Describe a training step of linear heads, so that its waits for the device can be counted.
-
-    The step trains one head for each of three blocks and each of two learning rates. It may wait
-    at most `waits` times.
-    """
+    """Return a training step of linear heads for three blocks and two learning rates."""
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
     return Unit((*SEGMENTATION, *options), few, many, 4, waits)
 
@@ -138,6 +119,7 @@ UNITS = {
 @contextmanager
 def count_steps() -> Iterator[list[int]]:
     """Yield a list to which an item is added whenever L-BFGS evaluates its objective."""
+    # The number of steps depends on rounding.
     steps = []
     original = logistic.minimise
 

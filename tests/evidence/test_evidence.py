@@ -22,14 +22,7 @@ def make_run(score, hits=None, metric="top1"):
 
 
 def make_runs(experiment, scores):
-    """Return made-up results of the training runs of an experiment, by the name of the run.
-
-    Args:
-        experiment: Name of the experiment.
-        scores: Score of each seed, by the name of the training variant that the experiment
-            compares. If there are fewer scores than seeds, they are repeated. Missing variants get
-            the score 0.
-    """
+    """Return made-up training runs of an experiment, given {variant: [score of each seed]}."""
     runs = {name: make_run(0.0) for name in names_of(experiment, EXPERIMENTS[experiment].variants)}
     for variant, values in scores.items():
         for seed, value in zip(EXPERIMENTS[experiment].seeds, cycle(values)):
@@ -102,11 +95,7 @@ def test_blocks_from_three_on_must_be_above_random_weights(layer, interval, outc
     ("loss", "best", "outcome"), [(6.9, "graying", "supported"), (7.1, "published", "refuted")]
 )
 def test_variants_for_the_longer_run_must_reach_the_published_loss(loss, best, outcome):
-    """Test that a variant is chosen only if its loss is at most that of the published variant.
-
-    Of several such variants, the one that keeps the patches of an image most different is chosen.
-    Here, this is the variant `graying`, unless its loss is too high.
-    """
+    # `graying` keeps patches most different, so it is chosen unless its loss is too high.
     runs = {}
     for variant in EXPERIMENTS["apart"].variants:
         merged = (10.0, 30.0) if variant == "graying" else (90.0, 90.0)

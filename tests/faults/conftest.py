@@ -19,9 +19,6 @@ def run_of_one_step(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def begun(workdir: Path, run_of_one_step: Path) -> list[str]:
-    """Return the arguments of a command that resumes a pretraining run in the folder `run`.
-
-    The run was stopped after one step. Each time the command is executed, it takes one more step.
-    """
+    """Return a command that resumes a stopped pretraining run for one more step."""
     shutil.copytree(run_of_one_step, workdir / "run")
     return make_pretrain_args(workdir / "photos", "run", "train.max_minutes=0.0")

@@ -34,28 +34,20 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """A change of settings or data properties ("facts") after which a cached file needs a new name.
-
-    Attributes:
-        changed: The facts that change, with their new values.
-        usual: Facts that are set both before and after the change.
-    """
+    """A change of settings after which a cached file needs another name."""
 
     changed: Facts
+    # Facts that are set both before and after the change.
     usual: Facts = {}  # noqa: RUF012
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """A set of four images with annotations for every task.
-
-    The ids start with `prefix`. The pixels do not depend on the ids. `stamp` is the fingerprint, a
-    text that identifies the content.
-    """
+    """A set of four images with annotations for every task."""
 
     name: str = "pictures"
     split: str = "some"
-    stamp: str = "f00d"
+    stamp: str = "f00d"  # The fingerprint.
     prefix: str = ""
     class_names: tuple[str, ...] = ("dark", "bright")
     labels: tuple[int, ...] = (0, 1, 0, 1)
@@ -82,8 +74,6 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Data:
-    """A dataset that consists of given training images and given evaluation images."""
-
     trained: Pictures
     scored: Pictures
     name: str = "pictures"
@@ -99,11 +89,7 @@ class Data:
 
 
 def context(folder: Path, facts: Facts) -> ProbeContext:
-    """Return the context in which a probe runs.
-
-    `facts` sets properties of the encoder (such as `mean`), of the data (such as `val_stamp`) and
-    of the run (such as `seed`). Properties that are not in `facts` have defaults.
-    """
+    """Return all that a probe needs to run, with the properties in `facts` instead of defaults."""
 
     def select(*names: str) -> dict[str, Any]:
         return {name: facts[name] for name in names if name in facts}
@@ -124,7 +110,6 @@ def context(folder: Path, facts: Facts) -> ProbeContext:
 
 
 def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
-    """Return the options in `usual`, updated by the settings in `facts` of the form "probe.KEY"."""
     own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
     return {**usual, **own}
 
@@ -146,11 +131,7 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that stops a probe after its first score and returns a file name.
-
-    The named file is in the probe's cache and contains trained heads or pixel counts. Its name
-    starts with `prefix`.
-    """
+    """Return a function that stops a probe after one score and returns a cached file's name."""
 
     def name(folder: Path, facts: Facts) -> str:
         usual = {"tier": "memory", "cache": str(folder), "image_size": 16, "holdout": 0.25}
@@ -173,11 +154,7 @@ def depth_heads(folder: Path, facts: Facts) -> str:
 
 
 def shared_features(folder: Path, facts: Facts) -> str:
-    """Run k-NN, and return the key under which it caches the features in memory.
-
-    Later probes of a command find the features under this key. `facts` contains the settings of the
-    probe and the properties of its data.
-    """
+    """Run k-NN, and return the key under which later probes find its cached features."""
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))
     return str(next(iter(shared.features)))

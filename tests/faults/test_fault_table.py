@@ -67,14 +67,7 @@ KEYS = "ssl-bench keys"
 
 
 def wrong_argument(command: str, word: str, hint: str = "", name: str = "") -> Fault:
-    """Return a test case in which a command gets the wrong argument `word`.
-
-    Args:
-        command: The command without the argument.
-        word: The argument, such as `probe.facet=none`.
-        hint: The command or setting that the error must recommend.
-        name: Text that the error must contain. By default, this is the key that `word` sets.
-    """
+    """Return a test case for a command with the wrong argument `word`."""
     name = name or word.partition("=")[0].lstrip("+~-")
     words = shlex.join([*shlex.split(command), word])
     return Fault(f"{command.split()[-1]} {word[:40]}", do_nothing, words, 2, name, hint)
@@ -144,10 +137,7 @@ def link_to_itself(path: str) -> Prepare:
 
 
 def file_and_no_encoder(folder: Path) -> None:
-    """Create `a_file`, and remove the encoder.
-
-    The tested command must fail because of `a_file`, before it notices that there is no encoder.
-    """
+    # The command must fail because of the file, before it notices the missing encoder.
     (folder / "a_file").touch()
     (folder / "encoder.safetensors").unlink()
 
@@ -156,15 +146,10 @@ def weights(name: str) -> Prepare:
     return lambda folder: torch.save({name: torch.ones(3)}, folder / "weights.pth")
 
 
-def foreign_weights(network: str, name: str) -> Fault:
-    """Return a test case with a weights file that can only be loaded if timm's model name is given.
-
-    Args:
-        network: Name of the architecture that the error must contain, such as "a ResNet".
-        name: Name of the only tensor in the file, from which the architecture is recognised.
-    """
+def foreign_weights(network: str, tensor: str) -> Fault:
+    """Return a test case with weights that can only be loaded if timm's model name is given."""
     words = (network, "timm's name of its architecture")
-    return Fault(network, weights(name), "models weights.pth", 4, words, "ssl-bench models")
+    return Fault(network, weights(tensor), "models weights.pth", 4, words, "ssl-bench models")
 
 
 LOOP = link_to_itself("loop")
@@ -201,7 +186,7 @@ def spoilt_photo(how: str) -> Prepare:
 
 
 def end_photo_early(folder: Path) -> None:
-    """Cut off the second half of a JPEG photograph, but append the marker that ends a JPEG file."""
+    # The appended bytes mark the end of a JPEG file.
     path = folder / "photos/1.jpg"
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2] + b"\xff\xd9")
@@ -213,7 +198,6 @@ def link_to_nothing(folder: Path) -> None:
 
 
 def changed_voc(change: Callable[[Path], object]) -> Prepare:
-    """Return a function that creates a VOC2012 dataset, and then calls `change` with its folder."""
     return lambda folder: change(voc(folder))
 
 
@@ -233,15 +217,7 @@ def save_wide_mask(base: Path) -> None:
 
 
 def remove_files(pattern: str, base: Path) -> None:
-    """Remove three files of a dataset, and the encoder.
-
-    The tested command must fail because of the three files, before it notices that there is no
-    encoder.
-
-    Args:
-        pattern: Path of a file below `base`, with a placeholder for the numbers 1 to 3.
-        base: Folder two levels below the folder of the encoder.
-    """
+    # The command must fail because of the three files, before it notices the missing encoder.
     for number in (1, 2, 3):
         (base / pattern.format(number)).unlink()
     (base.parents[1] / "encoder.safetensors").unlink()
@@ -269,13 +245,7 @@ def list_absent_images(base: Path) -> None:
 
 
 def wrong_digests(name: str, line: str, word: str) -> Fault:
-    """Return a test case with a wrong line in SHA256SUMS, the checksums that `data verify` reads.
-
-    Args:
-        name: Short description of the line.
-        line: The wrong line.
-        word: Text that the error must contain.
-    """
+    """Return a test case with a wrong line in the checksums that `data verify` reads."""
 
     def prepare(folder: Path) -> None:
         (folder / "photos/SHA256SUMS").write_text(f"{line}\n")
@@ -334,11 +304,7 @@ IMAGES = [
 
 
 def wrong_folder(dataset: str, task: str, tree: str, *, exists: bool) -> Fault:
-    """Return a test case in which the folder of a dataset is missing, or has other content.
-
-    `tree` is the text about the expected files that the error must contain. If `exists` is true,
-    the folder has other content.
-    """
+    """Return a test case with a dataset folder that is missing, or has other content."""
     command = f"probe --task {task} --dataset {dataset} --data-root elsewhere {ENCODER}"
     prepare = lambda folder: exists and (folder / "elsewhere/things").mkdir(parents=True)  # noqa: E731
     name = f"{'another' if exists else 'no'} folder for {dataset}"
@@ -367,11 +333,7 @@ LAYOUTS = [
 
 
 def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
-    """Return a function that creates VOC2012 and annotates its first image with one box.
-
-    `corners` are xmin, ymin, xmax and ymax in pixels. The image is 40 pixels wide and 32 high.
-    `more` and `before` are XML texts that precede the box, such as another object.
-    """
+    """Return a function that creates VOC2012 and annotates its first image with one box."""
 
     def prepare(folder: Path) -> None:
         path = voc(folder) / "Annotations/t0.xml"
@@ -397,13 +359,7 @@ def voc_xml(old: str, new: str) -> Prepare:
 
 
 def coco(bbox: object = (8, 8, 16, 16), width: object = 40, **changed: object) -> Prepare:
-    """Return a function that creates a miniature COCO20k: one 40 x 32 image with one box.
-
-    Args:
-        bbox: The box in the format of COCO.
-        width: Width of the image that the annotations state.
-        changed: Fields of the box's annotation that are added or replaced.
-    """
+    """Return a function that creates a miniature COCO20k: one 40 x 32 image with one box."""
 
     def prepare(folder: Path) -> None:
         one = {"id": 7, "image_id": 1, "category_id": 1, "iscrowd": 0, "bbox": bbox}
@@ -490,11 +446,7 @@ ALL = "6 of 6 scored images"
 
 
 def repeat_an_image(dataset: str, how: str, folder: Path) -> None:
-    """Create a dataset in which one image is used for both training and evaluation.
-
-    The evaluation image is a copy of the training image if `how` is "copy", a symbolic link to it
-    if `how` is "link", and a hard link if `how` is "hard".
-    """
+    """Create a dataset that uses one image for both training and evaluation."""
     if dataset == "voc2012":
         base, names = voc(folder), ("JPEGImages/t1.jpg", "JPEGImages/v2.jpg")
     else:
@@ -512,10 +464,7 @@ def repeat_all_images(folder: Path) -> None:
 
 
 def monitor_training_images(folder: Path) -> None:
-    """Create training images, and a second dataset that uses the same images for validation.
-
-    The second dataset is used to evaluate the encoder during training.
-    """
+    """Create training images, and a second dataset that uses them for validation."""
     data = class_folders(folder / "data")
     shutil.copytree(data / "train", folder / "monitored/val")
     shutil.copytree(data / "val", folder / "monitored/train")
@@ -567,13 +516,7 @@ CUTS: dict[str, Callable[[int], int]] = {
 
 
 def write_malicious_pickle(name: str, folder: Path, *, zipped: bool = True) -> None:
-    """Write a pickle that contains code, which creates the file `mark` if it is run.
-
-    Args:
-        name: Path of the pickle below `folder`.
-        folder: Folder of the pickle and of `mark`.
-        zipped: Whether torch's zip format is used.
-    """
+    """Write a pickle whose code creates the file `mark`."""
     (folder / name).parent.mkdir(exist_ok=True)
     pickled_mark(folder / name, folder / "mark", zipped=zipped)
 
@@ -738,7 +681,7 @@ def spoil_all_photos(folder: Path) -> None:
 
 
 def first_run(*settings: str) -> Prepare:
-    """Return a function that takes the first step of a pretraining run with the given settings."""
+    """Return a function that takes the first step of a pretraining run."""
 
     def prepare(_: Path) -> None:
         assert main([*make_pretrain_args(PHOTOS, "first", ONE_STEP), *settings]) == 0

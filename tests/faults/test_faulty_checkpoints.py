@@ -30,7 +30,6 @@ from tests.support.faults import (
 
 
 def probe_checkpoint(uri: str | Path) -> list[str]:
-    """Return the arguments that run the PCA probe on photographs with the encoder at `uri`."""
     return make_probe_args("pca", "folder", Path("photos"), checkpoint=uri)
 
 
@@ -128,7 +127,7 @@ CONSTANT = {
 
 
 def create_data_for(task: str, workdir: Path) -> tuple[str, Path]:
-    """Create a dataset that a task supports. Return the dataset's name and its root folder."""
+    """Create a dataset that a task supports, and return its name and root folder."""
     if task in ("pca", "geometry", "correspondence"):
         return "folder", workdir / "photos"
     if task in ("knn", "classification", "clustering"):

@@ -271,7 +271,6 @@ def test_stdout_may_be_full_ascii_or_closed(workdir):
 
 
 def run_in_little_memory(words: list[str]) -> int:
-    """Run a command, and allow this process at most 200 MiB more memory than it uses now."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = used + 200 * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

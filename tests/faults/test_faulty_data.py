@@ -266,7 +266,7 @@ def test_images_of_any_size_are_probed_and_boxes_lie_inside(workdir, task):
 
 
 def flat_class_folders(root: Path) -> Path:
-    """Create two class folders, "cat" and "train", without folders for the splits."""
+    """Create class folders without splits, one of them with the name of a split."""
     for name, seed in (("cat", 0), ("train", 50)):
         (root / name).mkdir(parents=True)
         for number in range(5):

@@ -58,10 +58,7 @@ CUT = 120_000
 
 @pytest.fixture
 def serve(server, monkeypatch):
-    """Return a function that makes a local server offer an archive as the download of coco_stuff.
-
-    The archive is not compared with a published checksum.
-    """
+    """Return a function that lets a local server offer an archive as the download of coco_stuff."""
 
     def publish(content: bytes, name: str = "masks.zip"):
         server.publish(content)
@@ -74,10 +71,7 @@ def serve(server, monkeypatch):
 
 
 def expect_no_files(capsys, code: int = 5) -> str:
-    """Run a download that must fail without leaving an archive or image.
-
-    Return its error message.
-    """
+    """Run a download that must leave no archive or image, and return its error message."""
     message = expect_error(capsys, DOWNLOAD, code)
     assert not Path("data/masks.zip").exists()
     assert not list(Path("data").rglob("*.png"))
@@ -210,14 +204,7 @@ def test_permissions_and_owners_of_a_tar_are_ignored(workdir, serve):
 
 
 def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
-    """Write a zip file whose headers state a wrong size for its only member.
-
-    Args:
-        path: Path of the zip file.
-        name: Name of the member.
-        packed: Content of the member, compressed by deflate.
-        claimed: Size in bytes that the headers state for the unpacked member.
-    """
+    """Write a zip file with one compressed member, whose headers claim a wrong size."""
     about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), claimed, len(name), 0)
     content = b"PK\3\4" + about + name.encode() + packed
     index = b"PK\1\2" + struct.pack("<H", 20) + about + struct.pack("<HHHLL", 0, 0, 0, 0, 0)
@@ -227,14 +214,12 @@ def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """Run a function in a process that may allocate at most 1 GiB.
-
-    Return the peak increase of its memory in MiB.
-    """
+    """Return by how many MiB the memory of a process grows while it runs `work`."""
 
     def limited() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + 1024 * MEBIBYTE
+        # The process may allocate at most 1 GiB.
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         with peak_memory_mib() as peak:
             work()

@@ -72,10 +72,7 @@ WRONG = [
 
 
 def save_changed(store: ResultStore, record: Record, changes: dict | str) -> Path:
-    """Save a score, and then replace some fields of its file, or its whole content, by `changes`.
-
-    Return the path of the file.
-    """
+    """Save a score, and then replace some fields of its file, or all of it, by `changes`."""
     path = store.save(record)
     content = json.loads(path.read_text())
     path.write_text(changes if isinstance(changes, str) else json.dumps(content | changes))
@@ -342,7 +339,7 @@ ALL = ("--layer", "all")
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory) -> Path:
-    """Run two probes on a small dataset. Return the folder with the encoder, images and results."""
+    """Return a folder with an encoder, images and the results of two probes."""
     folder = tmp_path_factory.mktemp("probed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -355,19 +352,15 @@ def probed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def results(probed, tmp_path, monkeypatch) -> ResultStore:
-    """Copy the folder `probed` and change to the copy. Return the store of its results."""
     monkeypatch.chdir(shutil.copytree(probed, tmp_path / "copy"))
     return ResultStore(Path("results"))
 
 
 def count_more_correct_than_predicted(counts):
-    """Return pixel counts in which a class has more correct than predicted pixels.
-
-    Valid counts cannot have this. Only the first image is changed. The IoU of each class and the
-    sums over classes stay the same.
-    """
+    """Return pixel counts with more correct than predicted pixels, which is impossible."""
     changed = counts.copy()
     moved = counts[0, 1, 0] - counts[0, 0, 0] + 1
+    # The IoU of each class and the sums over classes stay the same.
     changed[0, 1:, :2] += np.array([[-moved, moved], [moved, -moved]])
     return changed
 
@@ -434,7 +427,6 @@ def test_tables_name_records_that_contradict_their_per_image_values(results, cap
 
 
 def with_crc(line: dict[str, Any]) -> str:
-    """Return a changed log line as JSON, with a CRC-32 that matches the changed content."""
     del line["crc32"]
     return json.dumps({**line, "crc32": zlib.crc32(json.dumps(line).encode())})
 
@@ -474,10 +466,7 @@ PICTURES = f"pictures/tokencut/toy/{get_figures_folder(build_record())}/referenc
 
 
 def report_of(root: Path) -> set[str]:
-    """Write a report and return the names of its figures.
-
-    Also check that no file of the report contains the secret that the fixture `root` creates.
-    """
+    """Write a report, check that it has no secret, and return the names of its figures."""
     assert main(["report", "--out", str(root)]) == 0
     names = files_of(root / "report")
     assert not [name for name in names if b"the secret" in (root / "report" / name).read_bytes()]
@@ -486,10 +475,7 @@ def report_of(root: Path) -> set[str]:
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """Create a results folder that contains one figure, and return the folder.
-
-    A file outside the folder contains a secret.
-    """
+    """Create a results folder with one figure, and a file with a secret outside of it."""
     store = ResultStore(tmp_path / "results")
     store.save(build_record())
     save_pictures(store.root, PICTURES.removeprefix("pictures/") + "/good")

@@ -86,10 +86,7 @@ def test_a_run_in_pieces_equals_the_uninterrupted_one(workdir, optimizer):
 
 
 def set_processes(number: int | None) -> None:
-    """Change the number of processes in the saved training state of a run.
-
-    If `number` is None, remove it. States that older versions have written do not contain it.
-    """
+    # States that older versions have written lack the number of processes.
     state = load_state(Path("run"), CPU)[0]
     assert state.pop("processes") == 1
     save_state(Path("run"), state if number is None else {**state, "processes": number})
@@ -281,10 +278,7 @@ def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
 
 
 def pause_after(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Make a method of `ResultStore` sleep for a minute after its work.
-
-    Just before it sleeps, it creates the file `begun`, for which a test can wait.
-    """
+    """Make a method of `ResultStore` create the file `begun` after its work, and then sleep."""
     method = getattr(ResultStore, name)
 
     def slow(*arguments, **named):

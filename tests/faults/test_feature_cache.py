@@ -129,11 +129,7 @@ def test_any_damage_to_stored_features_is_found_before_training(tmp_path):
 
 @pytest.fixture
 def make_foreign(monkeypatch) -> Callable[[str, Path], None]:
-    """Return a function that changes a cached file so that it must not be trusted.
-
-    Its arguments are the kind of change and the path. The kinds are "pipe", "link", "other owner"
-    and "writable by all".
-    """
+    """Return a function that changes a cached file so that it must not be trusted."""
 
     def replace_by_pipe(path: Path) -> None:
         path.unlink()
@@ -256,7 +252,6 @@ def test_features_of_other_weights_or_images_are_computed_again(workdir):
 
 @pytest.fixture
 def small_disk(workdir) -> Iterator[Path]:
-    """Mount a file system of 256 KiB, and yield its folder."""
     folder = workdir / "disk"
     folder.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
@@ -345,10 +340,7 @@ def test_only_old_files_of_killed_writers_are_removed(tmp_path):
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the last entry of a journal file, or {} if there is none.
-
-    Another process may be writing the journal at the same time.
-    """
+    """Return the last entry of a journal that another process may be writing, or {}."""
     try:
         entries = Journal(path.parent, "heads", {}, say=print).read(path)
     except OSError:

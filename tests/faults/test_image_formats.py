@@ -55,10 +55,7 @@ MAX_SAMPLE, S_MAX_SAMPLE = 281, 341
 
 
 def stretch(pixels: np.ndarray, bits: int) -> np.ndarray:
-    """Scale 8-bit pixel values to the range of `bits` bits.
-
-    The image reader converts them back to the same 8-bit values.
-    """
+    """Scale 8-bit pixels to `bits` bits, so that the image reader restores the 8-bit values."""
     return -(-pixels.astype(np.int64) * (2**bits - 1) // 255).astype(np.uint16)
 
 
@@ -136,10 +133,7 @@ def test_grey_with_transparency_and_cmyk_have_16_bits_too(workdir):
 
 
 def deep_class_folders(root: Path, bits: int) -> Path:
-    """Create class folders with images of `bits` bits per channel.
-
-    The image reader returns the same 8-bit pixels for every value of `bits`.
-    """
+    """Create class folders of images with `bits` bits per channel and the same 8-bit pixels."""
     for path in class_folders(root).rglob("*.jpg"):
         pixels = read_image(path)
         path.unlink()
@@ -394,7 +388,7 @@ def test_masks_of_every_layout_must_be_lossless(tmp_path, kind):
 
 
 def reorder_palette(indices: np.ndarray, order: list[int]) -> Image.Image:
-    """Return a mask with a reordered palette, in which every pixel still has the same colour."""
+    """Return a mask with a reordered palette and unchanged colours."""
     positions = {number: position for position, number in enumerate(order)}
     image = Image.fromarray(np.vectorize(positions.__getitem__)(indices).astype(np.uint8))
     image.putpalette(voc_colours()[order].ravel().tolist())

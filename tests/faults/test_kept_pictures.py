@@ -49,10 +49,7 @@ def probe_arguments(task: str, dataset: str = "voc2012", layers: str = "0,1") ->
 
 
 def read_files(folder: str | Path, pattern: str = "*") -> dict[str, bytes]:
-    """Return a dictionary from the relative path to the content of each file in a folder.
-
-    Logs (`.jsonl`) and files without a suffix are left out.
-    """
+    """Return the content of all files in a folder except logs, by their relative paths."""
     paths = (path for path in Path(folder).rglob(pattern) if path.suffix not in ("", ".jsonl"))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
@@ -63,7 +60,7 @@ def read_pictures() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def conditioning_figures_are_texts() -> Iterator[None]:
-    """Let the conditioning probe save its figures as texts, because drawing them takes seconds."""
+    """Let the conditioning probe save its figures as texts, because drawing takes seconds."""
 
     def write_values(scores: Any, title: str, path: Path, cka: Any) -> None:
         values = [f"{s.layer} {s.facet} {s.metric} {s.value:.2g}" for s in scores]
@@ -77,10 +74,7 @@ def conditioning_figures_are_texts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def complete_results(tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function that probes two blocks for a task and returns the results folder.
-
-    A test must copy the folder before it changes anything in it.
-    """
+    """Return a function that runs the probe of a task. Tests must not change its results."""
     found: dict[str, Path] = {}
 
     def results(task: str) -> Path:
@@ -219,10 +213,7 @@ def test_a_record_is_never_saved_without_its_per_image_values(workdir, monkeypat
 
 
 def image_digests(page: Path) -> set[str]:
-    """Return the dataset fingerprints that an HTML page shows in the paths of figures.
-
-    A fingerprint is the start of a hash of the dataset's images and labels, with eight digits.
-    """
+    """Return the dataset fingerprints in the paths of figures that an HTML page shows."""
     pattern = r'(?:src|href)="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/'
     return set(re.findall(pattern, page.read_text()))
 

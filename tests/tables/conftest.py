@@ -29,5 +29,4 @@ def cli(store, capsys) -> Callable[..., Any]:
 
 @pytest.fixture
 def cli_json(cli) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that runs a command on the results folder and parses its JSON output."""
     return lambda *words: json.loads(cli(*words, "--format", "json").out)

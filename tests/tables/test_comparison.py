@@ -28,14 +28,7 @@ SINGLE = ("compare", "skip")
 
 
 def save(store, sha, layers, **changes):
-    """Save scores of the blocks of an encoder.
-
-    Args:
-        store: Store to which the scores are added.
-        sha: "a" for the encoder "skip", or "d" for "skipless".
-        layers: Per-image values of each block, or None for a score without per-image values.
-        changes: Other fields of the stored records.
-    """
+    """Save a score of each block, given its per-image values or None."""
     for layer, values in layers.items():
         name = {"a": "skip", "d": "skipless"}[sha]
         record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)
@@ -53,10 +46,7 @@ def compare(store, shas="ad"):
 
 
 def difference(first, second, metric="corloc"):
-    """Return the table row that compares two encoders.
-
-    `first` and `second` are the per-image values of the encoders.
-    """
+    """Return the table row that compares two encoders, given their per-image values."""
     curve = ImageCurve(metric, {})
     return subtract("0", *(PairedScore(curve.estimate(v), (0,)) for v in (first, second)))
 

@@ -26,11 +26,7 @@ NUM_IMAGES = 40
 
 
 def make_records(sha: str, name: str, blocks: dict[int, tuple[int, float]]) -> list[Record]:
-    """Return the score of each block of an encoder, as made-up records.
-
-    `blocks` maps each block to its number of correct images and its percentage of images with an
-    arbitrary (degenerate) result. `sha` is a letter that stands for the encoder's SHA-256.
-    """
+    """Return made-up scores, given {block: (correct images, percentage of degenerate images)}."""
     record = replace(RECORD, checkpoint_sha256=sha * 64, model=name)
     return [
         replace(record, layer=layer, details={"degenerate_percent": percent}, **add_interval(

@@ -27,11 +27,7 @@ OVER_EPOCHS = ("compare", "--over-epochs")
 
 
 def make_record(run: str, epoch: int, **changes):
-    """Return a made-up score of the encoder of a training run after a given epoch.
-
-    The encoder's name is `RUN@EPOCH`, except after the last epoch (300), when it is `RUN`.
-    `changes` replaces further fields of the stored score.
-    """
+    """Return a made-up score of a training run's encoder after an epoch."""
     digit = f"{list(HITS).index((run, epoch)):x}"
     model = run if epoch == 300 else f"{run}@{epoch}"
     record = build_record(model=model, checkpoint_sha256=digit * 64, **changes)
@@ -60,10 +56,7 @@ def test_an_epoch_is_compared_like_its_two_encoders(store):
 
 
 def test_holm_counts_only_the_printed_blocks(tmp_path):
-    """Test that Holm's correction counts only block 0, the only block that both runs have.
-
-    The command `compare` would also compare the last block of each run.
-    """
+    # Only block 0 is in both runs. `compare` would also compare the last block of each run.
     store = ResultStore(tmp_path)
     for run, hits in {"skip": {0: 3, 5: 4}, "skipless": {0: 8, 11: 9}}.items():
         for layer, number in hits.items():

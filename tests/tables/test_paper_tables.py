@@ -19,16 +19,7 @@ ROWS = {"a": "skip, soap", "d": "skipless, soap"}
 
 
 def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
-    """Return a published table with our scores added.
-
-    Args:
-        store: Store that contains our scores.
-        name: Name of the published table.
-        choice: How the block of each score is chosen: on held-out images ("holdout"), or by the
-            score itself ("oracle").
-        shas: Letters, each of which stands for an encoder.
-        rows: Row of each encoder in the table, by its letter.
-    """
+    """Return a published table with our scores of the encoders named by letters in `shas`."""
     encoders = {rows[sha]: make_encoder_id(sha) for sha in shas}
     published = load_published_table(name)
     return paper_table(published, store.records(), store, encoders=encoders, choice=choice)

@@ -20,10 +20,7 @@ OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
-    """Return the score on corrupted images that belongs to a score on clean images.
-
-    The corruption has the given name and severity. `changes` replaces fields such as the value.
-    """
+    """Return the score on corrupted images that belongs to a score on clean images."""
     corruption = {"name": name, "severity": severity, "dataset": record.dataset}
     corruption["fingerprint"] = record.dataset_fingerprint
     return replace(
@@ -36,11 +33,7 @@ def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Recor
 
 
 def corrupted_blocks(*values: tuple[float, ...]) -> list[Record]:
-    """Return scores of several blocks on clean and on corrupted images, as records.
-
-    Each tuple has the scores of one block: on clean images, and on images with snow of severity 1,
-    2 and so on.
-    """
+    """Return scores of each block on clean images, and on images with more and more snow."""
     records = []
     for layer, (clean, *others) in enumerate(values):
         first = replace(CLEAN, layer=layer, value=clean)

@@ -33,21 +33,14 @@ def print_table(capsys):
 
 
 def parse_markdown(text: str) -> dict[str, list[str]]:
-    """Parse a Markdown table.
-
-    Return a dictionary from the first cell of each row to the other cells.
-    """
+    """Return the cells of a Markdown table by the first cell of their row."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row[1:] for row in rows if row[0] != "---"}
 
 
 def make_rows(count: int, **measures) -> list[dict]:
-    """Return the rows of a made-up log.
-
-    Each keyword argument is a function from the step to a logged value, or to "absent" if the row
-    of this step lacks the value.
-    """
+    """Return the rows of a made-up log, given each measure as a function of the step."""
     return [
         {"step": step, "epoch": (step - 1) // 100}
         | {name: value for name, f in measures.items() if (value := f(step)) != "absent"}

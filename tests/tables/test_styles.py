@@ -36,7 +36,7 @@ def test_encoders_of_a_figure_differ_in_any_order(count):
 
 
 def make_records(*names: str):
-    """Return made-up scores of blocks 0, 3 and 11 for encoders with the given names."""
+    """Return made-up scores of three blocks of each named encoder."""
     details = Baseline("centre box", 31.04).as_details()
     encoders = [
         replace(RECORD, model=name, checkpoint_sha256=f"{number}" * 64, details=details)

@@ -206,7 +206,6 @@ def test_epochs_of_a_run_are_sorted_by_their_numbers():
 
 
 def draw_axis(records):
-    """Draw scores as curves. Return the only axis of the figure."""
     figure = curves_figure(depth_tables(records))
     figure.draw_without_rendering()
     return figure.axes[0]

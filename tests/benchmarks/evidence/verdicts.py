@@ -320,7 +320,7 @@ def best_of_rates(experiment: str, variant: str, runs: Runs) -> float:
 
 
 def first_run(experiment: str, variant: str, runs: Runs) -> Run:
-    """Return the run of a variant that has only one learning rate."""
+    """Return the run of a variant that was trained with only one learning rate."""
     (name,) = rate_runs(experiment, variant)
     return runs[name]
 
