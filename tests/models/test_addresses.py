@@ -195,10 +195,7 @@ def empty_caches(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def published(server, monkeypatch, tmp_path) -> Callable[[str], bytes]:
-    """Return a function that makes a local server offer DINO weights under a given file name.
-
-    The function returns the bytes of the file.
-    """
+    """Return a function that serves DINO weights under a file name and returns the file's bytes."""
     config = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
     torch.save(build_vit(config, seed=0).state_dict(), tmp_path / "weights.pth")
 
@@ -215,10 +212,6 @@ DINO = "torchhub:facebookresearch/dino:dino_vits16"
 
 
 def refusal() -> str:
-    """Try to load an encoder that cannot be loaded. Return the error message.
-
-    Also check that the error recommends another encoder.
-    """
     with pytest.raises(CheckpointError) as raised:
         load_encoder(DINO)
     assert "demo:skip" in raised.value.hint

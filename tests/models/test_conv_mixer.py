@@ -29,7 +29,7 @@ TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size
 
 
 def random_mixer(config=TINY, seed=0) -> ConvMixer:
-    """Return a ConvMixer in evaluation mode. Its batch norms have random statistics and weights."""
+    """Return a ConvMixer whose batch norms have random statistics and weights."""
     model = build_encoder(config, seed=seed)
     assert isinstance(model, ConvMixer)
     generator = torch.Generator().manual_seed(seed)
@@ -45,10 +45,8 @@ def images(count=2, height=16, width=24):
 
 
 def restated_maps(model: ConvMixer, image):
-    """Compute a ConvMixer's feature maps after each block, with loops.
-
-    Source: equations 2.1 to 2.3 of Trockman, "Mimetic initialization" (2025).
-    """
+    """Compute a ConvMixer's feature maps after each block, with loops."""
+    # Trockman, "Mimetic initialization" (2025), equations 2.1 to 2.3.
     weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
     config, pixels = model.config, image.double().numpy()
     size, rows, cols = config.patch_size, *(side // config.patch_size for side in image.shape[1:])
@@ -123,11 +121,8 @@ def test_the_presets_are_conv_mixer_256_8(name, skip):
 
 
 def restated_covariance(size, sigma):
-    """Compute the covariance matrix of the pixels of a random filter, one entry at a time.
-
-    Pixel coordinates are relative to the centre of the filter. Source: equation 3.10 of Trockman,
-    "Mimetic initialization" (2025).
-    """
+    """Compute the covariance of a random filter's pixels, one entry at a time."""
+    # Trockman, "Mimetic initialization" (2025), equation 3.10. The filter's centre is (0, 0).
     half = size // 2
     steps = range(-half, half + 1)
 

@@ -35,10 +35,7 @@ WIDE, TALL, SEVERAL = (1, 5, 9), (1, 9, 5), (3, 4, 7)
 
 
 def matrix_of(*values: float, rows: int = 7, cols: int = DIM) -> Tensor:
-    """Return the tokens of one image, as a random matrix with the given singular values.
-
-    The matrix has `rows` tokens of `cols` channels.
-    """
+    """Return one image's tokens as a random matrix with the given singular values."""
     left, right = (torch.linalg.qr(normal(n, len(values), seed=n)).Q for n in (rows, cols))
     return ((left * torch.tensor(values, dtype=torch.float64)) @ right.T)[None]
 

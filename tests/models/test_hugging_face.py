@@ -142,10 +142,7 @@ def test_a_folder_that_lacks_files_is_refused_with_their_names(tmp_path):
 
 
 def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
-    """Write a model folder in the format of `timm.models.save_for_hf`.
-
-    Return the folder and the model.
-    """
+    """Write a model folder as `timm.models.save_for_hf` does. Return it and the model."""
     torch.manual_seed(1)
     arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
     model: Any = timm.create_model(
@@ -339,7 +336,7 @@ def dinov3() -> nn.Module:
 
 
 def official_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a model with the tensor names of the official DINOv3 files."""
+    """Return a model's weights under the names of the official DINOv3 files."""
     names = {r"gamma_([12])": r"ls\1.gamma", "reg_token": "storage_tokens"}
     weights = rename_weights(model.state_dict(), names)
     weights = {name: value for name, value in weights.items() if "_bias" not in name}
@@ -354,10 +351,7 @@ def official_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dinov3_folder(root: Path, model: nn.Module, **config: object) -> str:
-    """Write a DINOv3 model in the format of transformers' `save_pretrained`.
-
-    Return the address from which it can be loaded.
-    """
+    """Write a DINOv3 model as transformers' `save_pretrained` does. Return its address."""
     weights = {}
     for name, value in rename_weights(official_weights(model), TO_TRANSFORMERS).items():
         if "qkv" in name and "bias_mask" not in name:

@@ -31,10 +31,7 @@ def truncate_rank(matrix: Tensor, rank: int) -> Tensor:
 
 
 def draw_noise(seed: int, count: int) -> list[Tensor]:
-    """Draw `count` random square matrices with normal entries of variance 1 / dim.
-
-    The papers on initialisers call such a matrix Z.
-    """
+    """Draw random matrices, which the papers on initialisers call Z."""
     generator = seeded(seed)
     return [
         torch.randn(DIM, DIM, generator=generator, dtype=torch.float64) / DIM**0.5

@@ -53,10 +53,7 @@ def encoder():
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Create the files for example addresses of all loaders, and change to their folder.
-
-    The example loader in docs/extending.md is installed as a package.
-    """
+    """Create files for example addresses of all loaders, and change to their folder."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     for name in ("last", "epoch0200"):
         encoder_file(folder / f"runs/skip/{name}.safetensors")
@@ -107,10 +104,7 @@ def load_or_error(uri: str) -> Encoder | CheckpointError:
 
 
 def encoder_of(uri: str) -> Encoder:
-    """Load an encoder from its address.
-
-    Skip the test if this needs the network or a missing file.
-    """
+    """Load an encoder. Skip the test if this needs the network or a missing file."""
     encoder = load_or_error(uri)
     if isinstance(encoder, CheckpointError):
         if re.match(WITHOUT_NETWORK, uri):

@@ -25,7 +25,7 @@ DIM, HEADS, PATCH, GRID, DEPTH = 24, 3, 4, 6, 2
 
 
 class Part(nn.Module):
-    """A module with the given submodules, whose forward pass calls the function `does`."""
+    """A module whose forward pass returns `does(module, x)`."""
 
     def __init__(self, does: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter):
         super().__init__()
@@ -109,13 +109,7 @@ def embed(m: Any, images: Tensor, *, resized: bool) -> Tensor:
 def transformers(
     kind: Callable[[nn.Module], Part], activation: nn.Module | None = None, depth: int = DEPTH
 ) -> Part:
-    """Return a random model with the structure of ViTModel or Dinov2Model in transformers.
-
-    Args:
-        kind: Function that builds a block, `vit_layer` or `dinov2_layer`.
-        activation: Activation of the MLPs, GELU by default.
-        depth: Number of blocks.
-    """
+    """Return a random model with the structure of ViTModel or Dinov2Model in transformers."""
 
     def layers(m: Any, x: Tensor) -> Tensor:
         for layer in m.layer:
@@ -141,11 +135,6 @@ def transformers(
 
 
 def add_head(backbone: nn.Module) -> Part:
-    """Add a linear head.
-
-    Return a model that outputs the backbone's tokens and the head's logits.
-    """
-
     def does(m: Any, images: Tensor) -> tuple[Tensor, Tensor]:
         tokens = m.backbone(images)
         return tokens, m.classifier(tokens[:, 0])

@@ -44,11 +44,9 @@ def tokens(count: int, *, batch: int = 2, scale: float = 3.0) -> Tensor:
 def compute_by_hand(
     attention: OrthogonalAttention, x: Tensor, head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the matrices S, [Q, K] and V of orthogonal attention for one head and one image.
-
-    S is the skew-symmetric matrix in equation 5 of "Orthogonal Self-Attention" by Zhang and
-    Martens.
-    """
+    """Return the matrices S, [Q, K] and V of one head for one image."""
+    # S is the skew-symmetric matrix in equation 5 of "Orthogonal Self-Attention"
+    # by Zhang and Martens.
     query, key, value = attention.qkv.weight.T.chunk(3, dim=1)
     columns = slice(head * WIDTH, (head + 1) * WIDTH)
     q, k, v = (x @ weight[:, columns] for weight in (query, key, value))
@@ -57,10 +55,8 @@ def compute_by_hand(
 
 
 def attend_naively(attention: OrthogonalAttention, x: Tensor) -> Tensor:
-    """Compute attention with the matrix exponential of the full skew-symmetric matrix S.
-
-    Source: equations 4 and 5 of "Orthogonal Self-Attention" by Zhang and Martens.
-    """
+    """Compute orthogonal attention with the matrix exponential of the full matrix S."""
+    # Equations 4 and 5 of "Orthogonal Self-Attention" by Zhang and Martens.
     total = torch.zeros_like(x)
     for head in range(HEADS):
         skew, _, v = compute_by_hand(attention, x, head)
@@ -178,11 +174,10 @@ def test_phi_equals_a_block_of_a_larger_exponential(norm):
     assert torch.equal(phi_without_sync(several), alone)
 
 
-def skew_matrices(norm: float, count: int = 2, side: int = 8) -> Tensor:
-    """Return random skew-symmetric matrices with `side` rows and the spectral norm `norm`."""
+def skew_matrices(spectral_norm: float, count: int = 2, side: int = 8) -> Tensor:
     x = normal(count, side, side)
     skew = x - x.mT
-    return (skew * norm / torch.linalg.matrix_norm(skew, 2)[:, None, None]).float()
+    return (skew * spectral_norm / torch.linalg.matrix_norm(skew, 2)[:, None, None]).float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -270,7 +265,7 @@ def test_non_finite_or_huge_tokens_affect_only_their_image(basis, value):
 
 
 class LargestTensor(TorchDispatchMode):
-    """A dispatch mode that records how many elements the largest result of an operator has."""
+    """A mode that records how many elements the largest result of an operator has."""
 
     most = 0
 

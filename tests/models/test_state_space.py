@@ -52,18 +52,7 @@ def mixer_of(model: StateSpaceModel, layer=0) -> Mixer:
 
 
 def recur(inputs, steps, decay, keys, queries) -> Tensor:
-    """Compute the outputs of a state-space scan with loops over images, channels and tokens.
-
-    For each token, state = exp(step * decay) * state + step * input * key. The output is the dot
-    product of query and state.
-
-    Args:
-        inputs: Tensor of shape [images, tokens, channels].
-        steps: Step sizes, in the shape of `inputs`.
-        decay: Tensor of shape [channels, state size].
-        keys: Tensor of shape [images, tokens, state size].
-        queries: Tensor in the shape of `keys`.
-    """
+    """Compute a state-space scan with loops over images, channels and tokens."""
     out = torch.zeros_like(inputs)
     for item in range(inputs.shape[0]):
         for channel in range(inputs.shape[2]):
@@ -100,10 +89,6 @@ def test_gradients_are_finite_although_inverse_decays_overflow():
 
 
 def convolve(mixer, values) -> Tensor:
-    """Compute the causal convolution and the SiLU of a Mamba mixer.
-
-    The last weight of each filter is multiplied by the current token.
-    """
     taps, out = mixer.conv.weight[:, 0], mixer.conv.bias.expand_as(values).clone()
     for lag in range(4):
         out[:, lag:] += values[:, : values.shape[1] - lag] * taps[:, 3 - lag]
@@ -187,10 +172,7 @@ def test_the_default_initialisation_is_that_of_the_architectures():
 
 
 def selections(mixer: Mixer) -> tuple[Tensor, ...]:
-    """Return the weights from which a Mamba mixer computes keys, queries and step sizes.
-
-    Mamba's papers call these B, C and delta.
-    """
+    """Return the weights for keys, queries and step sizes (B, C and delta in Mamba's papers)."""
     if isinstance(mixer, Mamba1Mixer):
         return *mixer.selection.weight.split((1, 3, 3))[1:], mixer.step.weight
     return mixer.in_proj.weight.split((16, 16, 3, 3, 4))[2:]

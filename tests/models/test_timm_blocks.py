@@ -57,10 +57,6 @@ TRACED: list[tuple[str, dict[str, Any], tuple[int, int], bool, tuple[int, ...], 
 
 
 def random_model(name: str, **changes: Any) -> Any:
-    """Create a timm model and add noise to all of its parameters.
-
-    `changes` are arguments of `timm.create_model`.
-    """
     torch.manual_seed(0)
     model: Any = timm.create_model(name, **{"num_classes": 0, **changes})
     with torch.no_grad():
@@ -78,7 +74,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def compute_keys(model: Any, images: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Return the input of a block's attention layer, and the keys computed from it in float64."""
+    """Return the input of a block's attention layer, and its keys computed in float64."""
     attention = model.blocks[layer].attn
     recorded: list[Tensor] = []
     handle = attention.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0]))
@@ -280,7 +276,7 @@ def test_a_file_without_an_expected_tensor_is_refused(tmp_path, has_timm_names):
 
 
 class Blocks(nn.Module):
-    """A convolution followed by the given blocks, with the attributes that timm models have."""
+    """A minimal model with the attributes that timm models have."""
 
     def __init__(self, *blocks: nn.Module, stride: int = 1) -> None:
         super().__init__()
@@ -308,8 +304,6 @@ class Block(nn.Module):
 
 
 class WithClassToken(nn.Module):
-    """A last stage that converts feature maps to a [CLS] token and patch tokens."""
-
     def forward(self, maps: Tensor) -> Tensor:
         tokens = maps.flatten(2).transpose(1, 2)
         return torch.cat([tokens[:, :1], tokens], dim=1)

@@ -187,7 +187,7 @@ def test_mimetic_value_times_projection_is_minus_the_identity(config):
 
 
 def block_inputs(config: TimmConfig) -> list[Tensor]:
-    """Return the input of each block of an encoder, after token graying if it is enabled."""
+    """Return the input of each block, after token graying if the config has it."""
     model, entering = build_encoder(config, seed=0).eval(), []
     for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, __: entering.append(inputs[0]))
@@ -212,10 +212,6 @@ def test_only_the_chosen_blocks_of_all_stages_are_grayed(config, layer, scope):
 
 
 def swin_block(shift: int) -> torch.nn.Module:
-    """Return a module with the attributes of a Swin block, and no computation.
-
-    Its windows have 3 x 3 tokens and are shifted by `shift` tokens.
-    """
     block: Any = torch.nn.Identity()
     block.window_size, block.shift_size = (3, 3), (shift, shift)
     return block

@@ -45,7 +45,6 @@ SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 def load_from_folder(
     folder: Path, weights: Mapping[str, Tensor], name: str = NAME, **config: Any
 ) -> Encoder:
-    """Save weights and their configuration as a Hugging Face folder, and load this folder."""
     return load_encoder(save_hf_folder(folder, dict(weights), {"architecture": name, **config}))
 
 

@@ -111,11 +111,7 @@ def test_unsupported_inputs_of_layers_are_refused():
 
 
 def cubic_weights(new: int, old: int, margin: float) -> torch.Tensor:
-    """Return the weights of cubic interpolation (a = -0.75) from `old` to `new` positions.
-
-    Row i has the weights of all old positions for the new position i. `margin` is added to `new`
-    before the ratio of the sizes is computed.
-    """
+    """Return the weights of cubic interpolation (a = -0.75) from `old` to `new` positions."""
     a = -0.75
     weights = torch.zeros(new, old, dtype=torch.float64)
     for index in range(new):

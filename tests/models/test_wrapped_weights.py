@@ -111,7 +111,7 @@ def add_prefix(prefix: str, weights: Weights) -> Weights:
 
 
 def wrap_modules(wrapper: str, weights: Weights) -> Weights:
-    """Rename weights as if a wrapper module had been put around block 1 and the patch embedding."""
+    """Rename weights as if block 1 and the patch embedding were inside a wrapper module."""
     return {
         n.replace("blocks.1.", f"blocks.1.{wrapper}.").replace("embed.p", f"embed.{wrapper}.p"): v
         for n, v in weights.items()

@@ -26,10 +26,7 @@ SMALL_DINO = Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(n
 def album(
     root: Path, count: int = 13, *, folders: Sequence[str] = ("class0", "class1"), seed: int = 0
 ) -> Path:
-    """Save `count` random colour images, evenly distributed over class folders.
-
-    Return the root folder.
-    """
+    """Save random colour images, evenly distributed over class folders."""
     generator = np.random.default_rng(seed)
     for number in range(count):
         folder = root / folders[number % len(folders)]
@@ -40,11 +37,7 @@ def album(
 
 
 def plan_of(root: Path, *, data: dict[str, Any] | None = None, **parts: Any) -> Pretraining:
-    """Return a pretraining run of eight steps with batch size two, which has not started.
-
-    `root` is the folder of the training images, and `data` has options of `DataOptions`. `parts`
-    are components, such as `model`, and training options, such as `max_steps`.
-    """
+    """Return a plan of eight small steps. `parts` replaces components and training options."""
     names = ("model", "objective", "optimizer", "monitor", "init_from")
     components = {name: parts.pop(name) for name in names if name in parts}
     defaults = {"model": TINY, "objective": SMALL_DINO, "optimizer": AdamW(lr=0.05)}

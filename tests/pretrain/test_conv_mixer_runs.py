@@ -41,7 +41,6 @@ def test_norms_are_not_decayed_and_frozen_filters_have_no_group():
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """Create class folders with six training and six validation images. Return their root."""
     return class_folders(tmp_path_factory.mktemp("classes"))
 
 

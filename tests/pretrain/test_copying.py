@@ -83,10 +83,7 @@ def test_accuracies_count_letters_and_strings_without_a_mistake():
 
 
 class Copier(StateSpaceModel):
-    """A model that always predicts the token that is `back` positions before the current token.
-
-    Its weights have no effect.
-    """
+    """A model that always predicts the token `back` positions before the current one."""
 
     def __init__(self, back: int) -> None:
         super().__init__(TINY)

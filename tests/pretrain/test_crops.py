@@ -77,10 +77,7 @@ GPU = [
 
 
 def draw_params(crops, *, images, views=10) -> AugmentationParams:
-    """Draw the augmentation parameters of `views` views for each of `images` images.
-
-    In the result, the views of an image are consecutive.
-    """
+    """Draw augmentation parameters. The views of an image are consecutive."""
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, params = crops.draw(generators, np.full((images, 2), 99))
@@ -301,10 +298,7 @@ def test_images_are_normalised_then_erased_then_mixed():
 
 
 def posterize(image, bits):
-    """Keep only the `bits` highest bits of each pixel value.
-
-    `bits` may be 0, which Pillow's function does not accept.
-    """
+    # Pillow's function does not accept 0 bits.
     return Image.fromarray(np.array(image) & np.uint8(256 - 2 ** (8 - bits)))
 
 
@@ -363,10 +357,7 @@ def measure_rectangles(edges, size):
 
 
 def edges_of_timm(erasing, size):
-    """Return the edges of the rectangle that timm's random erasing fills: top, bottom, left, right.
-
-    If timm erases nothing, all edges are 0.
-    """
+    """Return top, bottom, left and right of the rectangle that timm erases (0 if none)."""
     taken = erasing(torch.zeros(1, size, size))[0].nonzero()
     if not len(taken):
         return [0, 0, 0, 0]
@@ -467,7 +458,7 @@ MANY = 3_000
 
 
 def picture(height=20, width=28) -> Tensor:
-    """Return an image of dark, noisy gradients, which every operation of RandAugment changes."""
+    """Return an image that every operation of RandAugment changes."""
     rows, cols = np.mgrid[:height, :width]
     noise = np.random.default_rng(0).integers(0, 40, (height, width, 3))
     slopes = np.stack([5 * rows, 4 * cols, 3 * (rows + cols)], axis=-1) % 200
@@ -511,10 +502,7 @@ def draw_operations() -> list[list[tuple[str, int | float]]]:
 
 @cache
 def draw_operations_with_timm() -> list[list[tuple[str, int | float]]]:
-    """Let timm's RandAugment draw its operations for `MANY` images.
-
-    For each image, return a list of pairs: the name of an operation and its argument.
-    """
+    """Return the operations that timm's RandAugment draws for each image."""
     augment = rand_augment_transform(RECIPE, {**OPTIONS})
     calls: list[tuple[str, int | float]] = []
     for operation in augment.ops:

@@ -24,7 +24,6 @@ SMALL = Dino(out_dim=20, hidden_dim=16, bottleneck_dim=8)
 
 
 def plain_loss(embeddings, prototypes, targets, temperature):
-    """Compute the DINO loss directly from its definition, with a loop over pairs of views."""
     terms = []
     for teacher_view, target in enumerate(targets):
         for student_view, embedding in enumerate(embeddings):

@@ -36,7 +36,6 @@ SUPERVISED, MAE = Supervised(), Mae(decoder_dim=12, decoder_depth=1, decoder_hea
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Create class folders with nine training images of two classes. Return their root."""
     return album(tmp_path_factory.mktemp("classes"), 9, folders=("train/a", "train/b"))
 
 
@@ -128,10 +127,7 @@ def test_missing_weights_and_other_architectures_are_refused(workdir, capsys):
 
 
 def train_whole_and_stopped(root, tmp_path, **options) -> Pretraining:
-    """Train one run to its end in the folder `whole`, and stop another in `stopped` after one step.
-
-    Both start with the weights of the same checkpoint. Return the plan of the runs.
-    """
+    """Train one run to its end and stop another after its first step."""
     start = save_initial(tmp_path / "start.safetensors")
     plan = plan_of(root, start, **options)
     plan.run(tmp_path / "whole", device="cpu")

@@ -28,7 +28,7 @@ UNIT = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Create class folders with four training and two validation images in black and white."""
+    """Create class folders with images of black and white pixels."""
     root = tmp_path_factory.mktemp("pictures")
     pixels = np.where(np.indices((16, 16, 3)).sum(0) % 2, 255, 0).astype(np.uint8)
     for split, count in (("train", 4), ("val", 2)):

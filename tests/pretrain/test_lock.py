@@ -22,10 +22,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def start_run(*arguments: str) -> int:
-    """Start a run in another process and wait until its first step is logged.
-
-    Return the process id.
-    """
+    """Start a run in another process and wait until its first step is logged."""
     child = fork(lambda: main([*arguments, "train.max_steps=100000"]), stderr=Path("stderr"))
     log = Path("run", "log.jsonl")
     while not (log.exists() and log.stat().st_size):
@@ -52,10 +49,7 @@ def test_a_folder_in_use_is_refused_and_not_changed(workdir, capsys):
 
 
 def run_processes(count: int, work, *arguments) -> None:
-    """Run a function in `count` forked processes, which can start together at a barrier.
-
-    The barrier is the function's first argument.
-    """
+    """Run `work(barrier, *arguments)` in `count` forked processes at the same time."""
     barrier = FORK.Barrier(count)
     children = [FORK.Process(target=work, args=(barrier, *arguments)) for _ in range(count)]
     for child in children:

@@ -87,10 +87,7 @@ def test_long_waits_for_data_are_reported_once(monkeypatch, capsys, late, total,
 
 @pytest.fixture
 def runs(monkeypatch) -> list[SimpleNamespace]:
-    """Replace the package wandb with a module that only stores the calls of its functions.
-
-    Return a list of all runs of Weights & Biases that are started.
-    """
+    """Replace the package wandb with a fake, and return the list of its started runs."""
     started: list[SimpleNamespace] = []
 
     def init(**options: Any) -> SimpleNamespace:

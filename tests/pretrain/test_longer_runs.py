@@ -216,13 +216,7 @@ def test_only_plain_resume_starts_a_missing_run(workdir, capsys):
 
 
 def change_state(out, removed=(), added=None):
-    """Change the configuration in the saved state of a run, as if another version had written it.
-
-    Args:
-        out: The run folder.
-        removed: Keys to remove, such as "train.repeats".
-        added: Keys to add, with their values. A dictionary is merged into an existing one.
-    """
+    """Change the saved configuration of a run, as if another version had written it."""
     state = state_of(out)
     configuration = state["configuration"]
     for key in removed:

@@ -100,10 +100,7 @@ def test_without_hidden_patches_the_encoder_is_the_plain_encoder():
 
 
 def make_transparent(decoder: MaeDecoder) -> MaeDecoder:
-    """Change the weights of an MAE decoder so that it outputs its input tokens as pixels.
-
-    Residual branches become zero, and linear maps become the identity.
-    """
+    """Change the weights of an MAE decoder so that it outputs its input tokens as pixels."""
     with torch.no_grad():
         for block in decoder.blocks:
             for name in ("attn.proj.weight", "mlp.fc2.weight"):

@@ -272,10 +272,7 @@ def test_more_than_five_classes_have_a_top_5(tmp_path, num_classes, names):
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
-    """Create class folders of red and of blue images.
-
-    One red test image is in the folder of the class "blue".
-    """
+    """Create folders of red and of blue images, and put one red test image into `blue`."""
     root = tmp_path_factory.mktemp("data") / "MNIST"
     generator = np.random.default_rng(0)
     for split, count in (("train", 8), ("test", 5)):
@@ -304,7 +301,7 @@ def load_record(folder):
 
 @pytest.fixture(scope="module")
 def finished(mnist, tmp_path_factory):
-    """Train a run that stores its accuracy like a probe's score. Return its folder."""
+    """Train a run that stores its accuracy as a result, and return its folder."""
     folder = tmp_path_factory.mktemp("finished")
     recorded_plan(mnist, results=str(folder / "results")).run(folder / "run", device="cpu")
     return folder

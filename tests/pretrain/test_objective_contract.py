@@ -89,16 +89,13 @@ def learner_of(plan: Pretraining, *, seed: int = 0) -> Learner:
 
 
 @cache
-def refusals(name: str) -> dict[str, ConfigurationError | None]:
-    """For each kind of encoder, return the error that an objective raises.
-
-    The error is None if the objective can train this kind of encoder.
-    """
+def refusals(objective: str) -> dict[str, ConfigurationError | None]:
+    """Return the objective's error for each kind of encoder (None if it can be trained)."""
     errors = dict[str, ConfigurationError | None]()
     for kind in registered_names("model"):
         errors[kind] = None
         try:
-            learner_of(plan_of(name, kind))
+            learner_of(plan_of(objective, kind))
         except ConfigurationError as error:
             errors[kind] = error
     return errors
@@ -109,11 +106,7 @@ def first_kind(name: str) -> str:
 
 
 def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
-    """Return the views (such as random crops) of `count` samples.
-
-    By default, all samples are cropped at once. If `cuts` contains indices, the samples are split
-    before them, cropped in groups and joined.
-    """
+    """Return the views of `count` samples, which are cropped in groups that start at `cuts`."""
     crops, objective = plan.objective.crops, plan.objective
     generators = [np.random.default_rng(number) for number in range(count)]
     if isinstance(objective, GeneratingObjective):
@@ -132,10 +125,6 @@ def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -
 
 
 def step_of(learner: Learner, views: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run the forward and backward pass of a training step.
-
-    Return the loss and the values to log. The learner's parameters get gradients.
-    """
     torch.manual_seed(0)
     loss, report = learner.loss(learner.student, views, 0)
     loss.backward()
@@ -209,11 +198,7 @@ def test_no_two_weights_share_their_random_numbers(name, kind):
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute rank correlation of two flattened tensors, over all offsets.
-
-    At each offset, the first 600 or fewer values of the shorter tensor are compared with as many
-    consecutive values of the longer tensor.
-    """
+    """Return the largest absolute rank correlation of two tensors, over all offsets."""
     short, long = sorted((one.flatten(), other.flatten()), key=len)
     ranks = [values.argsort().argsort().float() for values in (short[:600], long)]
     short, long = ((values - values.mean()) / values.std() for values in ranks)

@@ -172,10 +172,9 @@ BETAS = (0.9, 0.97, 0.8)
 
 
 class PlainSoap:
-    """A NumPy implementation of SOAP for a single parameter.
+    """A NumPy version of SOAP for one parameter."""
 
-    Unlike our implementation, it stores the mean gradient in the original basis.
-    """
+    # Unlike our implementation, it stores the mean gradient in the original basis.
 
     def __init__(self, weight: np.ndarray, *, limit: int, frequency: int, phase: int = 0) -> None:
         self.weight, self.frequency, self.phase = weight, frequency, phase
@@ -243,17 +242,13 @@ def schedule(step: int) -> tuple[float, float]:
 
 
 def has_gradient(index: int, step: int) -> bool:
-    """Return whether the test gives a gradient to the parameter with this index in this step."""
     return step >= LATE.get(index, 0) and not (index == 8 and 20 <= step < 23)
 
 
-def optimise(optimizer: SOAP, parameters: Sequence[nn.Parameter], noise: Sequence, at=0) -> None:
-    """Take one optimizer step for each item of `noise`.
-
-    The gradient of a parameter is its noise plus 0.3 times the parameter. `at` is the number of the
-    first step.
-    """
-    for step, gradients in enumerate(noise, start=at):
+def optimise(
+    optimizer: SOAP, parameters: Sequence[nn.Parameter], noise: Sequence, first_step=0
+) -> None:
+    for step, gradients in enumerate(noise, start=first_step):
         optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"] = schedule(step)
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             coupled = gradient.to(parameter.dtype) + 0.3 * parameter.detach()
@@ -367,7 +362,7 @@ def test_a_restored_optimizer_continues_bit_for_bit(dtype):
             file.seek(0)
             optimizer = SOAP(parameters, precondition_frequency=4, stagger=True)
             optimizer.load_state_dict(torch.load(file, weights_only=True))
-        optimise(optimizer, parameters, noise[6:], at=6)
+        optimise(optimizer, parameters, noise[6:], first_step=6)
         runs.append([*parameters, *copy_state(optimizer, parameters)])
         kept = torch.float64 if dtype is torch.float64 else torch.float32
         assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {kept}
@@ -403,10 +398,7 @@ def test_eigenvectors_are_computed_in_float64_if_float32_fails(monkeypatch):
 
 
 def train_with_soap(*, flips_signs: bool = False, **options: Any) -> list[Tensor]:
-    """Train with SOAP for fifteen steps. Return the weights and SOAP's bases.
-
-    If `flips_signs` is true, every second eigenvector is negated, as another processor might do.
-    """
+    """Train with SOAP for fifteen steps. Return the weights and SOAP's bases."""
     if flips_signs:
         # Another processor may return every second eigenvector with the other sign.
         solve, factor = torch.linalg.eigh, torch.linalg.qr
@@ -464,10 +456,6 @@ def start(recipe: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
 def take_step(
     optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], seed: int, *, value: float = 1
 ) -> None:
-    """Take an optimizer step with random gradients.
-
-    The first entry of the first gradient is set to `value`.
-    """
     generator = torch.Generator().manual_seed(seed)
     for weight in weights:
         weight.grad = torch.randn(weight.shape, generator=generator)

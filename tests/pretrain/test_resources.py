@@ -104,10 +104,7 @@ def test_accumulation_is_doubled_until_a_micro_batch_fits(
 
 
 def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0) -> None:
-    """Make the DINO loss raise `error` if a micro-batch has more than `images` images.
-
-    Steps before `first_step` raise no error.
-    """
+    """Make the DINO loss raise `error` for micro-batches of more than `images` images."""
     usual = DinoLearner.loss
 
     def limited(self, network, views, step):
@@ -238,8 +235,6 @@ def test_a_long_run_suggests_a_shorter_one_early(workdir, monkeypatch, capsys):
 
 
 class SumLearner(nn.Module):
-    """A learner whose loss is the sum of its student's outputs times a random number."""
-
     def __init__(self, student: nn.Module) -> None:
         super().__init__()
         self.student = student

@@ -27,7 +27,7 @@ NAMES = ("a", "b", "c")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Create class folders with 11 training and 4 validation images, each of them red or blue."""
+    """Create class folders of red and of blue images."""
     root = tmp_path_factory.mktemp("colours")
     generator = np.random.default_rng(0)
     for split, count in (("train", 11), ("val", 4)):

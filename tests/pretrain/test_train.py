@@ -36,15 +36,12 @@ from tests.support.runs import assert_resumes_exactly, log_rows
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Create class folders with 13 images. Return their root.
-
-    With batch size two, an epoch has six steps, so one image is left out.
-    """
+    # With batch size two, an epoch has six steps and leaves out one of the 13 images.
     return album(tmp_path_factory.mktemp("album"))
 
 
 def call_before_step(monkeypatch, number, action):
-    """Make a run call `action` just before step `number`, where the first step has the number 1."""
+    """Make a run call `action` just before step `number`, counted from 1."""
     augment_on_device, calls = MultiCrop.augment_on_device, []
 
     def augment_and_count(self, *arguments):
@@ -172,10 +169,7 @@ def test_an_error_after_the_last_step_ends_the_run(root, tmp_path, monkeypatch):
 
 
 def change_loss(monkeypatch, change):
-    """Replace the loss and the logged values of DINO with the results of `change`.
-
-    `change` is called with the original loss, the original values and the number of the step.
-    """
+    """Replace DINO's loss and logged values with `change(loss, values, step)`."""
     usual = DinoLearner.loss
 
     def compute_changed(self, network, views, step):

@@ -47,10 +47,7 @@ def workdir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(workdir) -> dict[str, Any]:
-    """Run two training processes once for each fault, such as a full disk in one of the processes.
-
-    Return their exit codes and what they print.
-    """
+    """Run two training processes for each fault. Return their exit codes and output."""
     photos = photo_folder(workdir / "photos")
     class_folders(workdir / "classes", 2)
     words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(workdir)]

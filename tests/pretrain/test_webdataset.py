@@ -22,7 +22,6 @@ from tests.support.shards import tars_of, write_tar
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Create a folder with 13 images in `album`, and the same images as tar files in `shards`."""
     root = tmp_path_factory.mktemp("data")
     tars_of(album(root / "album"), root / "shards")
     return root

@@ -10,21 +10,16 @@ from tests.support.photographs import noise_photographs
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory) -> Path:
-    """Create class folders with images of six classes, one per colour.
-
-    There are 30 training and 12 validation images in total.
-    """
+    """Create class folders with 30 training and 12 validation images of six colours."""
     return coloured_classes(tmp_path_factory.mktemp("colours"))
 
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> ImageFolder:
-    """Create a folder dataset of three noise images."""
     return noise_photographs(tmp_path / "photos")
 
 
 @pytest.fixture
 def encoder_without_cls() -> Encoder:
-    """Return a ConvMixer, which has patch tokens but no [CLS] token."""
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     return encoder_from_model(build_encoder(config, seed=0), name="convmixer")

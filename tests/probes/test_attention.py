@@ -48,10 +48,6 @@ def vit(seed: int = 0, **changes: Any) -> Any:
 
 
 def small_timm(name: str, **changes: Any) -> Encoder:
-    """Return a timm Vision Transformer with two blocks and random weights.
-
-    `changes` are further arguments of `timm.create_model`.
-    """
     torch.manual_seed(0)
     model = timm.create_model(
         name, num_classes=0, depth=2, embed_dim=24, num_heads=3, dynamic_img_size=True, **changes
@@ -60,7 +56,7 @@ def small_timm(name: str, **changes: Any) -> Encoder:
 
 
 def perturb(model: Any) -> Any:
-    """Add noise to all parameters of a model, so that none of them stays 0 or 1."""
+    # No parameter may stay 0 or 1.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -129,10 +125,7 @@ def test_scale_bias_mask_and_shared_keys_work_as_in_torch():
 
 
 class TwoBlocks(nn.Module):
-    """A ViT with two blocks, whose attention is computed by the function `mix`.
-
-    `mix` receives queries, keys and values.
-    """
+    """A ViT with two blocks, whose attention is `mix(queries, keys, values)`."""
 
     def __init__(self, mix: Any) -> None:
         super().__init__()
@@ -479,10 +472,6 @@ def test_one_bright_patch_does_not_darken_the_others():
 
 @pytest.mark.data
 def test_a_published_encoder_has_the_expected_jaccard(shared_data, published_encoder, tmp_path):
-    """Compare the Jaccard indices of an ONNX encoder's masks with those of another program.
-
-    That program computed the attention from the queries and keys in the ONNX file.
-    """
     words = ["probe", "--task", "attention", "--checkpoint", str(published_encoder)]
     words += ["--dataset", "voc2012"]
     words += ["--data-root", str(shared_data / "real/voc2012_real100"), "--out", str(tmp_path)]
@@ -491,6 +480,7 @@ def test_a_published_encoder_has_the_expected_jaccard(shared_data, published_enc
     assert main([*words, "--layer", "8", "--pictures", "0", "probe.image_size=518"]) == 0
 
     records = {record.metric: record for record in ResultStore(tmp_path).records()}
+    # Another program computed these values from the queries and keys in the ONNX file.
     by_head = [17.1205850, 12.2389689, 17.6963541, 17.2414667, 24.2412605, 16.6038634]
     assert records["jaccard"].details["by_head"] == pytest.approx(by_head, abs=1e-5)
     assert records["jaccard"].details["best_head"] == 4

@@ -39,18 +39,12 @@ def scores(
 
 
 def wave(*shape: int, step: float) -> Tensor:
-    """Return a tensor with the values sin(0), sin(step), sin(2 * step) and so on.
-
-    Programs in other languages can reproduce these values.
-    """
+    # Programs in other languages can reproduce these values.
     return (torch.arange(math.prod(shape), dtype=torch.float64) * step).sin().view(shape)
 
 
 def head_bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
-    """Return an `AttentiveHeads` object that contains the given heads for one block.
-
-    Each argument has the parameters of one head: query, value, weight and bias.
-    """
+    """Join heads, each given as (query, value, weight, bias), into the heads of one block."""
     parts = [torch.stack(some)[None] for some in zip(*heads, strict=True)]
     dim = parts[1].shape[-1]
     running = [torch.full((1, len(heads), dim), one, dtype=parts[0].dtype) for one in (0.0, 1.0)]

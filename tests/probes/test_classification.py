@@ -51,7 +51,6 @@ QUICK: dict[str, Any] = {"crop_share": 1.0, "c_values": [1e-3, 0.1, 10.0], "num_
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory):
-    """Create class folders of coloured images whose noise makes the classes hard to separate."""
     return coloured_classes(tmp_path_factory.mktemp("noisy"), noise=250)
 
 
@@ -100,18 +99,13 @@ def test_heads_equal_float64_regressions_of_scikit_learn(mode, noisy):
         assert len(set(details["top1_by_rate"])) > 1
 
 
-def sklearn_accuracy(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float) -> float:
-    """Return the accuracy (%) of scikit-learn's logistic regression.
-
-    All channels are standardised with the mean and standard deviation of `x`. The training images
-    have the features `x` and labels `y`. The scored images have the features `others` and labels
-    `truth`. `c` is the inverse strength of the regularisation.
-    """
+def sklearn_accuracy(x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor, c: float) -> float:
+    """Return the test accuracy (%) of logistic regression on standardised features."""
     mean, deviation = x.double().mean(0), x.double().std(0, correction=0)
     model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
     model.fit(((x.double() - mean) / deviation).numpy(), y.numpy())
-    predicted = np.asarray(model.predict(((others.double() - mean) / deviation).numpy()))
-    return 100 * float(np.mean(predicted == truth.numpy()))
+    predicted = np.asarray(model.predict(((test_x.double() - mean) / deviation).numpy()))
+    return 100 * float(np.mean(predicted == test_y.numpy()))
 
 
 def test_parallel_heads_equal_single_heads_in_float64():
@@ -134,19 +128,15 @@ def test_parallel_heads_equal_single_heads_in_float64():
 
 
 def train_one_head(
-    x: Tensor, y: Tensor, rate: float, epochs: int, size: int, classes: int
+    x: Tensor, y: Tensor, rate: float, epochs: int, batch_size: int, classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Train one linear head in float64 with SGD, momentum 0.9 and a cosine schedule.
-
-    Return its weights and biases. The training images have the features `x` and labels `y`. `rate`
-    is the learning rate of the first step, and `size` the batch size.
-    """
+    """Train one linear head in float64 with SGD, momentum 0.9 and a cosine schedule."""
     start = torch.randn(classes, x.shape[1], generator=torch.Generator().manual_seed(4)) * 0.01
     parameters = [start.double().requires_grad_(), torch.zeros(classes).double().requires_grad_()]
     velocities = [torch.zeros_like(parameter) for parameter in parameters]
     order = torch.Generator().manual_seed(4)
     batches = [
-        b for _ in range(epochs) for b in torch.randperm(len(x), generator=order).split(size)
+        b for _ in range(epochs) for b in torch.randperm(len(x), generator=order).split(batch_size)
     ]
     for step, some in enumerate(batches):
         weight, bias = parameters
@@ -240,17 +230,12 @@ def test_the_guesses_of_a_record_contain_the_values_used(workdir, words, parts):
 
 
 def score_three_heads(**changes: Any) -> list[Score]:
-    """Return the scores of a probe that has three trained heads.
-
-    The first head is correct on one of the four scored images and on both held-out images. The
-    second is correct on two scored images and one held-out image. The third is correct on two
-    scored images only.
-
-    `changes` replaces arguments of `score_selected_heads`.
-    """
+    """Return the scores of a probe that has three trained heads."""
     values: dict[str, Any] = {
         "hyperparameter": "c_value", "values": (0.1, 1.0, 10.0),
         "num_classes": 7,
+        # Correct scored and held-out images: 1 and 2 for head 0, 2 and 1 for head 1, 2 and 0 for
+        # head 2.
         "ranks": torch.tensor([[0, 4, 5, 6], [0, 0, 5, 4], [0, 0, 2, 1]]),
         "held_out_ranks": torch.tensor([[0, 0], [0, 3], [1, 1]]),
         "constant_share": 0.25, "missing_classes": 0, "details": {"more": 1},

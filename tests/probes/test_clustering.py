@@ -40,10 +40,7 @@ TABLE = np.array([[4, 0], [0, 3], [1, 2]])
 
 
 def draw_labels(images=60, clusters=5, classes=4):
-    """Return random clusters and classes of images, and a table of how often each pair occurs.
-
-    For most images, the numbers of the cluster and the class are equal.
-    """
+    """Return random clusters and classes, which often agree, and their contingency table."""
     generator = np.random.default_rng(0)
     truth = generator.integers(classes, size=images)
     is_right, others = generator.random(images) < 0.6, generator.integers(clusters, size=images)
@@ -193,7 +190,7 @@ def colours(tmp_path):
 
 
 def scores(dataset, encoder: Encoder | None = None, *, seed=0, **options):
-    """Run the clustering probe on two blocks. Return the scores of the second block, by metric."""
+    """Run the clustering probe on two blocks and return the second block's scores by metric."""
     probe = Clustering(**{"facet": "patch_mean", "num_workers": 1, **options})
     found = run_probe(probe, dataset, encoder=encoder or tiny(), layers=(0, 1), seed=seed)
     return {metric: score for (layer, _, metric), score in found.items() if layer == 1}

@@ -39,19 +39,12 @@ BARE = replace(TINY, skip_attention=False, skip_mlp=False)
 
 @pytest.fixture(autouse=True)
 def blank_figures(monkeypatch):
-    """Save empty files instead of figures, because drawing figures takes most of the time.
-
-    The tests in test_contract.py draw real figures.
-    """
+    """Save empty files instead of figures, because drawing takes most of the time."""
     monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
 
 
 class Runner:
-    """A function object that runs the conditioning probe on the first two of three photographs.
-
-    The option `num_images` changes the number of photographs. All messages of the runs are appended
-    to `messages`.
-    """
+    """A callable that runs the conditioning probe and collects its messages."""
 
     def __init__(self, photographs, folder):
         self.photographs, self.folder, self.messages = photographs, folder, []
@@ -78,7 +71,7 @@ def foreign(module=None):
 
 
 def embedded(encoder, folder):
-    """Return a float64 copy of the encoder, and the first image's tokens before the first block."""
+    """Return a float64 copy of the model and the first image's tokens before the first block."""
     image = Image.open(folder / "photos" / "a.png").resize((16, 16), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(c).view(3, 1, 1) for c in (encoder.mean, encoder.std))
@@ -93,7 +86,7 @@ def find(records, layer, facet, metric):
 
 
 def undefined(records):
-    """Return the reasons why scores are undefined (NaN), by facet (part of a block)."""
+    """Return the reasons why scores are undefined, by facet."""
     missing = [r for r in records if math.isnan(r.value)]
     return {record.facet: record.details["undefined"] for record in missing}
 

@@ -73,10 +73,7 @@ def install_plugins(folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Create datasets and an encoder with three blocks in a new folder, and change to this folder.
-
-    The example probes in docs/extending.md are installed as plugins.
-    """
+    """Create datasets, an encoder and example plugins in a new folder, and change to it."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     encoder_file(folder / "encoder.safetensors", config=replace(TINY, depth=3))
     install_plugins(folder / "installed")
@@ -92,10 +89,7 @@ def workdir(tmp_path_factory) -> Iterator[Path]:
 
 
 def data_for(role: str) -> list[str]:
-    """Return the command-line arguments for a small dataset with the annotations that a role needs.
-
-    The role of a probe states what it evaluates, such as "segmentation".
-    """
+    """Return command-line arguments for a small dataset that supports a probe's role."""
     if role == "saliency":
         one_object = "dataset.one_object=true"
         return ["--dataset", "paired_folders", "--data-root", "paired_folders", one_object]
@@ -107,15 +101,7 @@ def data_for(role: str) -> list[str]:
 
 @cache
 def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
-    """Return a probe with small settings, for a test.
-
-    Args:
-        case: A task, or the name of a variant in `VARIANTS`, which starts with a task.
-
-    Returns:
-        The probe for the test encoder, the same probe before it is adapted to an encoder, and the
-        command-line arguments that select the probe.
-    """
+    """Return a test case's adapted probe, its plan and its command-line arguments."""
     task, options = case.partition(" ")[0], VARIANTS.get(case, [])
     words = data_for(build(probing_config(task, "toy", options), "probe").role) + options
     config = probing_config(task, words[1], options)
@@ -128,7 +114,7 @@ def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
 
 
 def package_names(kinds: Iterable[type]) -> set[str]:
-    """Return the names of the modules and packages in `probes` that define the given classes."""
+    """Return the names of the modules and packages in `probes` that define the classes."""
     modules = [kind.__module__.split(".") for kind in kinds]
     return {parts[1] for parts in modules if parts[0] == "probes"}
 
@@ -161,10 +147,7 @@ def test_the_seed_selects_the_training_images(task, tmp_path, monkeypatch):
 
 @cache
 def all_blocks(task: str, place: Path) -> Path:
-    """Evaluate a task on all blocks, and return the folder of the results.
-
-    `place` is the current folder. A task is evaluated only once in each folder.
-    """
+    """Evaluate a task on all blocks, once in each folder `place`. Return the results' folder."""
     with pytest.MonkeyPatch.context() as patched:
         kind, read = type(reduced_plan(task)[0]), read_settings(task, place)
 
@@ -181,17 +164,13 @@ def all_blocks(task: str, place: Path) -> Path:
 
 @cache
 def read_settings(task: str, place: Path) -> set[str]:
-    """Return a set to which `all_blocks` adds each attribute of the probe that is read."""
+    """Return the set to which `all_blocks` adds each attribute of the probe that is read."""
     del task, place
     return set()
 
 
 def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tuple, tuple]:
-    """Return all stored scores and their per-image values, by layer, facet and metric.
-
-    A facet is a kind of feature. Fields that differ between equal runs, such as times, are left
-    out.
-    """
+    """Return scores and per-image values by (layer, facet, metric), without run times."""
     store, found = ResultStore(Path(folder)), {}
     for record in store.records():
         if record.layer in layers:

@@ -233,10 +233,6 @@ def test_settings_do_not_depend_on_the_type_of_numbers():
 
 @pytest.mark.data
 def test_a_published_encoder_has_the_expected_pck(shared_data, published_encoder, tmp_path):
-    """Compare the PCK of an ONNX encoder with values that another program computed.
-
-    Small differences are allowed, because that program's points are half a pixel away from ours.
-    """
     words = ["probe", "--task", "correspondence", "--checkpoint", str(published_encoder)]
     words += ["--dataset", f"pf_willow:{shared_data}/real/pf-willow", "--layer", "2,8"]
     words += ["probe.protocol=spair", "probe.sampling=patch", "probe.image_size=224"]
@@ -244,6 +240,7 @@ def test_a_published_encoder_has_the_expected_pck(shared_data, published_encoder
     assert main([*words, "--pictures", "0", "--out", str(tmp_path)]) == 0
 
     records = {r.layer: r.value for r in ResultStore(tmp_path).records() if r.metric == "pck_0.1"}
+    # Another program computed these values. Its points are half a pixel away from ours.
     assert records == pytest.approx({2: 15.31, 8: 39.49}, abs=0.3)
 
 
@@ -362,10 +359,7 @@ def test_features_that_encode_the_position_find_every_point():
     centres = (np.stack(np.meshgrid(*[np.arange(grid)] * 2), -1).reshape(-1, 2) + 0.5) / grid
 
     def encode(places: np.ndarray) -> torch.Tensor:
-        """Return patch features whose directions encode the positions `places`.
-
-        There is one position (x, y) per patch, relative to the size of the first view.
-        """
+        """Return patch features whose directions encode `places`, one (x, y) per patch."""
         flat = np.column_stack([places - 0.5, np.ones(len(places))])
         return torch.from_numpy(flat).float().view(1, grid, grid, 3)
 

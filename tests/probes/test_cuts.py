@@ -26,10 +26,7 @@ PAPER = Cut(tau=0.15)
 
 
 def scene(*rectangles: tuple[slice, slice]):
-    """Return patch labels and patch features of a scene that consists of rectangles.
-
-    Each rectangle has its own label. Patches with different labels have orthogonal features.
-    """
+    """Return patch labels and one-hot patch features of a scene that consists of rectangles."""
     labels = np.zeros((6, 8), int)
     for label, (rows, cols) in enumerate(rectangles, start=1):
         labels[rows, cols] = label
@@ -37,7 +34,7 @@ def scene(*rectangles: tuple[slice, slice]):
 
 
 def mosaic(seed: int) -> torch.Tensor:
-    """Return the features of 9 x 9 patches, which are similar within each tile of 3 x 3 patches."""
+    """Return random features of 9 x 9 patches, which are similar within 3 x 3 tiles."""
     generator = np.random.default_rng(seed)
     tiles = generator.standard_normal((3, 3, 6)).repeat(3, 0).repeat(3, 1)
     return torch.from_numpy(tiles + 0.5 * generator.standard_normal((9, 9, 6))).float()
@@ -219,15 +216,7 @@ def test_the_other_side_is_foreground_if_peaks_cover_three_corners():
     ],
 )  # fmt: skip
 def test_maskcut_keeps_the_expected_masks_in_each_round(length, rounds, num_masks, masks, used):
-    """Test which masks MaskCut keeps on a row of patches.
-
-    Args:
-        length: Number of patches.
-        rounds: First and last patch of the object that the eigenvector of each round shows.
-        num_masks: Maximum number of rounds.
-        masks: Patches of each mask that must be kept.
-        used: Expected number of computed eigenvectors.
-    """
+    # `rounds` has the first and last patch of the object in each round's eigenvector.
     pending = list(rounds)
 
     def solve(_masked: np.ndarray) -> FiedlerVector:

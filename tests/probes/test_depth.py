@@ -56,10 +56,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def upsample(values: np.ndarray) -> np.ndarray:
-    """Enlarge an array of shape [side, side, channels] by bilinear interpolation.
-
-    Both sides become four times as long.
-    """
+    """Enlarge a square array fourfold by bilinear interpolation."""
     for _ in range(2):
         size = len(values)
         places = np.clip((np.arange(4 * size) + 0.5) / 4 - 0.5, 0, size - 1)
@@ -137,11 +134,7 @@ def test_the_gradient_is_zero_for_unknown_or_correct_depth(equal):
 
 
 def plain_metrics(predicted: np.ndarray, depth: np.ndarray, low: float, high: float) -> list[float]:
-    """Compute the depth metrics of one image with loops over its pixels.
-
-    Only pixels whose true depth is between `low` and `high` count. The metrics are delta1 to delta3
-    (%), RMSE, relative error, log10 error and scale-invariant logarithmic error (%).
-    """
+    """Compute the depth metrics of one image with loops over its pixels."""
     pairs = [(d, t) for d, t in zip(predicted.flat, depth.flat, strict=True) if low < t < high]
     ratios = [max(d / t, t / d) for d, t in pairs]
     errors = [math.log(d) - math.log(t) for d, t in pairs]
@@ -203,11 +196,7 @@ def training(**changes: Any) -> HeadTraining:
 
 
 def known_depths(*, in_cls: bool = False) -> TrainingDepths:
-    """Return features of two blocks for 8 images of 3 x 3 patches, with depth maps as labels.
-
-    The features of the first block are noise. Those of the second block contain the depth, either
-    in the patches or in the [CLS] token.
-    """
+    """Return training features of two blocks. Only the second block encodes the depth."""
     generator = torch.Generator().manual_seed(0)
     depth = 1 + 7 * torch.rand(8, *(1, 1) if in_cls else (3, 3), generator=generator)
     depth = depth.expand(8, 3, 3)
@@ -231,10 +220,7 @@ def train(features: TrainingDepths, folder: Path, sources=((0,), (1,)), **change
 
 
 def relative_errors(heads: Any, features: TrainingDepths) -> list[float]:
-    """Return the mean relative depth error, |predicted - true| / true, for each block.
-
-    Each block has several heads. The head with the lowest error is used.
-    """
+    """Return the mean relative depth error of the best head of each block."""
     labels, found = features.patches.labels, []
     for index in range(len(heads.weight)):
         predicted = heads.predict(
@@ -400,11 +386,7 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
 
 def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch):
     def score(_: Any, heads: Any, images: Any, indices: Any, mean_depth: Any = None) -> Any:
-        """Return made-up scores of three learning rates.
-
-        The second rate is best on held-out images, and the third on scored images. All metrics
-        other than delta1 are equal to the index of the rate.
-        """
+        # Rate 1 is best on held-out images, and rate 2 on scored images.
         delta1 = [10, 90, 30] if mean_depth is None else [40, 20, 80]
         metrics = np.zeros((len(indices), 2, len(delta1), len(UNITS))) + np.arange(3)[:, None]
         metrics[..., 0] = delta1

@@ -29,15 +29,7 @@ OUTSIDE = [50.0, 50.0, 60.0, 60.0]
 
 
 def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
-    """Return an image's numbers of true, predicted and correct boxes, by confidence rank.
-
-    Args:
-        found: Predicted boxes.
-        true: True boxes.
-        ranks: Rank of each predicted box, where 0 is the most confident. By default, boxes are
-            given from the most to the least confident.
-        num_ranks: Number of ranks.
-    """
+    """Return an image's numbers of true, predicted and correct boxes, by confidence rank."""
     return count_image_detections(
         np.array(found, np.float64).reshape(-1, 4),
         np.array(range(len(found)) if ranks is None else ranks, np.int64),
@@ -47,9 +39,9 @@ def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
     )
 
 
-def percent(images) -> list[float]:
+def percent(counts) -> list[float]:
     """Compute AP, AP50 and AR100 (%) from the detection counts of several images."""
-    whole = np.sum(images, axis=0)
+    whole = np.sum(counts, axis=0)
     found = average_precision(whole), average_precision(whole[:, :2]), average_recall(whole)
     return [float(value) for value in found]
 
@@ -65,10 +57,7 @@ def scored(results: Sequence[ImageResult], num_ranks: int):
 
 
 def random_images(seed: int, *, images: int = 12):
-    """Return predicted and true boxes of random images.
-
-    Most predicted boxes are near a true box.
-    """
+    """Return random pairs of predicted and true boxes. Most predictions are near a true box."""
     generator = np.random.default_rng(seed)
     found = []
     for _ in range(images):
@@ -86,11 +75,7 @@ def annotation(image: int, box: np.ndarray) -> dict[str, Any]:
 
 
 def evaluate_with_coco(images, scores) -> list[float]:
-    """Compute AP, AP50 and AR100 with pycocotools.
-
-    `images` contains the predicted and true boxes of each image, and `scores` the confidence of
-    each predicted box.
-    """
+    """Compute AP, AP50 and AR100 (%) with pycocotools."""
     true: Any = COCO()
     true.dataset = {
         "images": [{"id": n} for n in range(len(images))],

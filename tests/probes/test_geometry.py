@@ -148,10 +148,7 @@ def test_all_blocks_share_one_pass_of_images_and_views(photographs, size, larges
 
 
 def interrupt_views(photographs, **options):
-    """Run the geometry probe, and interrupt it while it encodes the views of the third image.
-
-    Return the model and the sizes of the batches that it has received.
-    """
+    """Interrupt the geometry probe while it encodes the views of the third image."""
     model, batches = vit(), []
 
     def interrupt(_module, given, _output):

@@ -28,10 +28,7 @@ def moments(vectors):
 
 
 def moments_with_variances(variances):
-    """Return the moments (mean and covariance) of made-up vectors.
-
-    Their mean is zero, and the variances of their channels are proportional to `variances`.
-    """
+    """Return moments with mean zero and channel variances proportional to `variances`."""
     axes = torch.diag(torch.tensor(variances).double().sqrt())
     return moments(torch.cat([axes, -axes]))
 
@@ -95,17 +92,7 @@ def radio_rank(values, eps=1e-7):
 
 
 def restated_lidar(views, *, delta, divisor, delta_of_product):
-    """Return the eigenvalues from which the metric LiDAR is computed.
-
-    They belong to the covariance between images, whitened by the covariance within images. As in
-    published code, the whitening uses a matrix square root.
-
-    Args:
-        views: Features of shape [images, views, channels].
-        delta: Added to the diagonal of the covariance within images.
-        divisor: Number by which the sum of squares within images is divided.
-        delta_of_product: Added to the diagonal of the whitened covariance.
-    """
+    """Return LiDAR's eigenvalues, whitened with a matrix square root as in published code."""
     means = views.mean(1)
     away = means - means.mean(0)
     between = away.T @ away / (len(views) - 1)

@@ -51,14 +51,7 @@ def toy(tmp_path_factory) -> ToyInstances:
 
 
 def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
-    """Compute the average precision as the exact area under the precision-recall curve.
-
-    Each correct image adds one trapezoid to the area.
-
-    Args:
-        is_right: Whether each image of the ranking is correct, best match first.
-        num_right: Number of all correct images, including those that the ranking lacks.
-    """
+    """Compute average precision as the exact area under the precision-recall curve."""
     area, found = Fraction(0), 0
     for seen, right in enumerate(is_right, start=1):
         if right:
@@ -69,11 +62,7 @@ def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
 
 
 def precision_by_fractions(is_right: Sequence[bool], k: int) -> Fraction:
-    """Compute the exact precision among the first k images of a ranking.
-
-    If all correct images come earlier, the ranking is cut after the last correct image. `is_right`
-    states whether each image of the ranking is correct.
-    """
+    """Compute the exact precision at k. The ranking ends at its last correct image."""
     last = max(place for place, right in enumerate(is_right, start=1) if right)
     return Fraction(sum(is_right[: min(k, last)]), min(k, last))
 
@@ -164,7 +153,6 @@ class SameImages:
 
 
 def run(probe: Instances, dataset: Any, encoder: Encoder, folder: Path) -> dict[str, Record]:
-    """Run the instance-retrieval probe on block 1. Return its stored scores by metric."""
     records = evaluate_probe(probe, dataset, ResultStore(folder), encoder, (1,))
     return {record.metric: record for record in records}
 
@@ -176,10 +164,7 @@ def load_per_image(folder: Path, metric: str = "map") -> list[float]:
 
 
 def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dict[str, float]:
-    """Return the cosine similarity of the [CLS] tokens of a query and of each other image, by id.
-
-    Images are resized to squares with a side length of `side` pixels.
-    """
+    """Return the cosine similarity of the query's and each other image's [CLS] token, by id."""
     extractor = FeatureExtractor(encoder, layers=[1], facets=["cls_normed"])
     vectors = {}
     for sample in images:
@@ -194,15 +179,7 @@ def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dic
 def plain_scores(
     images: ImageSet, encoder: Encoder, side: int, hard_only: bool = False, top: int | None = None
 ) -> list[float]:
-    """Compute the average precision of each query (%) in float64, without the code of the probe.
-
-    Args:
-        images: Queries and the images that are ranked.
-        encoder: Encoder of the images.
-        side: Images are resized to squares with this side length in pixels.
-        hard_only: Whether easy matches are left out of the ranking.
-        top: Number of nearest images that are scored, or None to score all images.
-    """
+    """Compute the average precision (%) of each query without the code of the probe."""
     found = []
     for sample in images:
         if (target := sample.retrieval_target) is None:

@@ -36,11 +36,7 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a block on the tokens `x`, or on random tokens. Return its input, output and submodules.
-
-    Query and key weights are multiplied by `sharpness`. This sharpens the attention, so that the
-    derivative of the attention weights is large.
-    """
+    """Run a block whose attention is sharp, so that its derivative is large."""
     block = build_vit(config, seed=0).double().eval().requires_grad_(False).blocks[0]
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
     x = normal(tokens, config.dim, seed=1) if x is None else x
@@ -49,7 +45,6 @@ def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
 
 
 def condition(values):
-    """Return the condition number of a square matrix with the given singular values."""
     return float(condition_number(values, len(values)))
 
 
@@ -71,13 +66,8 @@ def test_jacobians_agree_with_finite_differences(config):
 
 
 def kronecker_terms(one):
-    """Compute the two terms of the Jacobian of a block's attention, B and E, with loops.
-
-    B treats the attention weights as constant, and E contains their derivative. As in the paper,
-    matrices are flattened column by column. `one` contains a block and its input.
-
-    Source: equation 10 of "Cutting the Skip".
-    """
+    """Compute the terms B and E of a block's attention Jacobian with loops."""
+    # Equation 10 of "Cutting the Skip". As there, matrices are flattened column by column.
     block, x = one.block, one.block.norm1(one.input)
     tokens, dim = x.shape
     heads, width = 2, dim // 2
@@ -107,10 +97,7 @@ def kronecker_terms(one):
 
 
 def reorder_by_columns(matrix, tokens, dim):
-    """Reorder a Jacobian whose input and output tokens are flattened row by row.
-
-    In the returned Jacobian, tokens of shape [tokens, dim] are flattened column by column.
-    """
+    """Convert a Jacobian of row-major flattened tokens to column-major flattened tokens."""
     order = torch.arange(tokens * dim).reshape(tokens, dim).T.flatten()
     return matrix[order][:, order]
 

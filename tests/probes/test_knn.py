@@ -155,12 +155,7 @@ def test_features_come_from_the_central_squares(root, facet):
 
 
 def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, share: float):
-    """Return the features and labels of images, extracted one image at a time.
-
-    The encoder's final norm is applied explicitly. If `facet` is not "cls", the patch tokens are
-    averaged. `share` is the side of the cropped central square, relative to the shorter side of the
-    image.
-    """
+    """Return the normed features and labels of images, extracted one image at a time."""
     encoder = tiny()
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
     norm, vectors = encoder.module.get_submodule("norm"), []

@@ -46,26 +46,14 @@ def make_heads(standardization):
     return LinearHeads.initialize(standardization, num_values=len(RATES), classes=CLASSES, seed=3)
 
 
-def train_separately(source, rate, mode, batches, standardization, start, **options):
-    """Train a single linear head on upsampled logits, with autograd and a torch optimizer.
-
-    Return its weights and biases.
-
-    Args:
-        source: Index of the block.
-        rate: Learning rate of the first step.
-        mode: Interpolation of the logits, such as "bilinear".
-        batches: Features and labels of each batch.
-        standardization: Mean and scale of the features of each block.
-        start: Initial weights and biases.
-        options: Options of SGD. Without any, the optimizer is AdamW.
-    """
+def train_separately(block, rate, mode, batches, standardization, start, **options):
+    """Train a single linear head on upsampled logits, with autograd and a torch optimizer."""
     weight, bias = (torch.nn.Parameter(value.clone()) for value in start)
     build = torch.optim.SGD if options else torch.optim.AdamW
     optimizer = build([weight, bias], lr=rate, weight_decay=DECAY, **options)
     for step, (features, labels) in enumerate(batches):
         optimizer.param_groups[0]["lr"] = rate / (step + 1)
-        x = (features[source] - standardization.mean[source]) * standardization.scale[source]
+        x = (features[block] - standardization.mean[block]) * standardization.scale[block]
         logits = F.interpolate((x @ weight.T + bias).movedim(-1, 1), labels.shape[1:], mode=mode)
         optimizer.zero_grad()
         F.cross_entropy(logits, labels.long(), ignore_index=255).backward()

@@ -22,11 +22,7 @@ NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
 
 
 def digit_features():
-    """Return features of two layers for images whose patches are handwritten digits.
-
-    The channels of the first layer are the digit's 64 pixels. Those of the second layer are random
-    mixtures of the pixels.
-    """
+    """Return features of two layers for images whose patches are handwritten digits."""
     digits: Any = load_digits(return_X_y=True)
     images, labels = digits
     count = NUM_IMAGES * SIDE**2
@@ -45,12 +41,7 @@ def train_heads(entries, sources=((0,), (1,)), features=None, classes=CLASSES, *
 
 
 def fit_scikit_learn(x, y, c):
-    """Fit scikit-learn's logistic regression to standardised features `x` and labels `y`.
-
-    `c` is the inverse strength of the regularisation. The label 255 is ignored.
-
-    Return the model and the function that standardises inputs.
-    """
+    """Fit logistic regression. Return it and the function that standardises inputs."""
     # As in our implementation, constant channels become 0.
     deviation = x.std(0)
     scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0)
@@ -111,11 +102,7 @@ def test_each_convex_problem_stops_separately():
     computed: list[list[int]] = []
 
     def objective(problems, values):
-        """Return the values and gradients of the objective functions with the indices `problems`.
-
-        Functions 0 to 2 are quadratic, and function 2 starts at its minimum. Function 3 is constant
-        but returns a wrong gradient.
-        """
+        # 0 to 2 are quadratic, 2 starts at its minimum, 3 is constant with a wrong gradient.
         computed.append(problems.tolist())
         distance = values - torch.cat([centers, torch.zeros(1, 2)])[problems]
         factors = torch.cat([scales, torch.zeros(1)])[problems]
@@ -160,7 +147,6 @@ def test_the_gradient_is_divided_by_the_curvature_of_each_class(monkeypatch):
     product = make_preconditioner((x.T @ x / 50)[None], scale[None], penalty, frequencies)(gradient)
 
     def loss(parameters, head):
-        """Return the loss of a head whose weights and biases are given as one vector."""
         weights, bias = parameters[:9].view(3, 3), parameters[9:]
         logits = (x * scale) @ weights.T + bias
         return logits.logsumexp(1).mean() + penalty[head] * weights.square().sum() / 2

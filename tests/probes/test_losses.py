@@ -34,10 +34,7 @@ def make_labels(pixels_per_patch, ignored=0.2):
 
 
 def compute_with_autograd(logits, labels, mode):
-    """Compute the loss and the gradient of each head by autograd, from upsampled logits.
-
-    The logits are upsampled to the size of the labels, with the interpolation `mode`.
-    """
+    """Compute each head's loss and gradient with autograd, from upsampled logits."""
     logits = logits.clone().requires_grad_()
     losses = []
     for head in logits:
@@ -103,12 +100,9 @@ def random_pieces(side, dtype=torch.float64, scale=3.0):
 
 
 def sum_with_autograd(logits, pixel_weights):
-    """Compute a weighted sum of upsampled logits' log-sum-exp, and its autograd gradient.
-
-    The log-sum-exp of a pixel is over its classes. `pixel_weights` has a weight for each pixel, in
-    the shape [pixels of a cell, images, rows of cells, columns of cells]. A cell is the square
-    between the centres of four neighbouring patches.
-    """
+    """Compute a weighted sum of upsampled logits' log-sum-exp, and its autograd gradient."""
+    # `pixel_weights` has the shape [pixels of a cell, images, rows of cells, columns of cells].
+    # A cell is the square between the centres of four neighbouring patches.
     logits = logits.double().clone().requires_grad_()
     side = math.isqrt(len(pixel_weights))
     flat = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")

@@ -28,10 +28,7 @@ ADAPTIVE = Cut(tau="otsu")
 
 
 def similar_patches() -> torch.Tensor:
-    """Return patch features that are all similar to each other.
-
-    Patches of the object are even more similar to each other, and so are those of the background.
-    """
+    """Return similar patch features. The object and the background differ slightly."""
     generator = torch.Generator().manual_seed(0)
     features = 0.05 * torch.randn(12, 16, 32, generator=generator)
     features[..., 0] += 1
@@ -72,10 +69,7 @@ def test_an_object_is_found_although_all_patches_are_similar(find):
 
 @pytest.fixture
 def similar_encoder(workdir):
-    """Create an encoder that encodes all patches similarly.
-
-    Return the command-line arguments to probe its block 0.
-    """
+    """Save an encoder that encodes all patches similarly. Return its command-line arguments."""
     model = build_vit(TINY, seed=0)
     model.get_parameter("pos_embed").data.zero_()
     bias = model.get_parameter("patch_embed.proj.bias").data

@@ -24,11 +24,7 @@ INTERVAL = (60.0, 70.0)
 
 @dataclass(frozen=True)
 class Brightness(Probe):
-    """A user-defined probe that measures the brightness of images.
-
-    It has three metrics: "percent" has a value per image, "level" has none, and "odd" has a
-    confidence interval that does not contain its value.
-    """
+    """A user-defined probe that measures the brightness of images."""
 
     protocol: str = "plain"
 
@@ -51,6 +47,7 @@ class Brightness(Probe):
             cell, count = (layer, "token"), len(images)
             yield Score(*cell, "percent", found.value, found.ci95(), count, per_image=percent)
             yield Score(*cell, "level", mean, None, count, per_image=levels, unit="")
+            # The interval does not contain the value.
             yield Score(*cell, "odd", 50.0, INTERVAL, count, per_image=0 * levels + 50)
 
 
@@ -158,8 +155,6 @@ def test_attributes_of_earlier_versions_are_refused_with_their_new_names():
 
 @dataclass(frozen=True)
 class Undefined(Hits):
-    """A user-defined probe whose score is undefined (NaN)."""
-
     def run(self, context: ProbeContext) -> Iterator[Score]:
         for layer in context.layers:
             why = {"undefined": "no image has a value"}

@@ -51,7 +51,7 @@ def classification(**changes: Any) -> Probe:
 
 
 def count_passes(encoder: Encoder, store: ResultStore, *evaluations: Evaluation) -> int:
-    """Run evaluations that share a feature cache. Return how many images the encoder processes."""
+    """Return how many images the encoder processes in runs that share a feature cache."""
     counter, features = Counter(encoder), FeatureCache()
     for one in evaluations:
         one.run(store, say=lambda _: None, features=features)
@@ -202,10 +202,7 @@ def test_only_features_used_since_the_last_corruption_are_kept(encoder):
 
 
 class PassCounter:
-    """A counter of how often each task of a command encodes each image.
-
-    Images are identified by their pixels.
-    """
+    """A counter of how often each task of a command encodes each image."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_task: dict[str, collections.Counter[bytes]] = {}
@@ -236,10 +233,7 @@ FEW = ("dataset.num_train=6", "dataset.num_val=4")
 
 @pytest.fixture
 def counter(workdir, monkeypatch) -> PassCounter:
-    """Return a counter of how often each task encodes each image.
-
-    To save time, the encoder has large patches, and figures are saved as empty files.
-    """
+    # Large patches and empty figures save time.
     encoder_file(workdir / "encoder.safetensors", config=replace(TINY, patch_size=16))
     monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
     return PassCounter(monkeypatch)
@@ -282,7 +276,7 @@ MASK_TASKS = {
 def run_mask_tasks(
     out: Path, *tasks: str, checkpoints: Sequence[str] = ("encoder.safetensors",)
 ) -> tuple[dict[str, Any], int]:
-    """Run probes in one command. Return their results, and how many images are encoded."""
+    """Run probes in one command. Return their results and how many images are encoded."""
     words = [*FEW, "probe.image_size=32", *(word for task in tasks for word in MASK_TASKS[task])]
     plan, features, num_images = plan_probes(tasks, ["toy"], words), FeatureCache(), 0
     options = {"layers": "0,1", "device": torch.device("cpu"), "features": features}
@@ -340,10 +334,7 @@ def test_checkpoints_of_the_same_name_do_not_share_features(workdir):
 def run_tokencut(
     out: str, *settings: str, layers: str = "0,1", overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run TokenCut with all of its presets. Return the stored values, logs and figures.
-
-    `settings` are config overrides. If `overwrite` is true, existing results are computed again.
-    """
+    """Run TokenCut with all of its presets. Return the stored values, logs and figures."""
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))
     options = {"layers": layers, "device": torch.device("cpu"), "overwrite": overwrite}

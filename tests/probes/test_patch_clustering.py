@@ -42,16 +42,12 @@ def clustering(**changes: Any) -> Clustering:
 
 
 def scores_of(tmp_path, dataset=None, encoder=None, seed=0, **changes: Any):
-    """Run the patch clustering probe on block 3. Return its scores by metric."""
     context = probe_context(tmp_path, encoder, dataset, (3,), seed)
     return {score.metric: score for score in clustering(**changes).run(context)}
 
 
 def cluster_pixels(context, layer):
-    """Return the cluster and the true class of each labelled pixel of the validation images.
-
-    The clusters of patches are computed with scikit-learn's k-means.
-    """
+    """Return clusters and classes of labelled pixels, with scikit-learn's k-means."""
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):
@@ -72,11 +68,7 @@ def cluster_pixels(context, layer):
 
 
 def best_of_all_matchings(guess, truth, clusters):
-    """Return the highest accuracy (%) that an assignment of clusters to classes reaches.
-
-    All assignments are tried. Also return the mean IoU (%) of the best assignment. `guess` and
-    `truth` contain the cluster and the true class of each pixel.
-    """
+    """Return the best accuracy (%) of all assignments of clusters, and its mean IoU."""
     best = (-1.0, 0.0)
     for names in itertools.permutations(range(clusters), 4):
         ious = []

@@ -248,10 +248,7 @@ def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_map(features: torch.Tensor) -> torch.Tensor:
-    """Return the PCA map of an image: the first three principal components of its patches.
-
-    The map is not aligned with a reference map. Its components have unit variance.
-    """
+    """Return an image's PCA map, which is not aligned with a reference map."""
     projected = fit_projection(features.flatten(0, 1)).apply(features)
     return orient_signs([projected], [full_mask(projected)])[0]
 

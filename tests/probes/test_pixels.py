@@ -15,11 +15,7 @@ from probes.heads.pixels import (
 
 
 def make_logits(kind, classes, heads=3, rows=6, cols=5):
-    """Return random patch logits of shape [heads, rows, cols, classes].
-
-    `kind` states their distribution, such as "whole numbers". In most kinds, many logits are nearly
-    equal.
-    """
+    """Return random patch logits. In most kinds, many logits are nearly equal."""
     generator = torch.Generator().manual_seed(classes)
     noise = torch.randn(heads, rows, cols, classes, generator=generator)
     return {
@@ -34,10 +30,7 @@ def make_logits(kind, classes, heads=3, rows=6, cols=5):
 
 
 def predict_plainly(logits, height, width):
-    """Compute the label of each pixel with numpy: the class of its largest upsampled logit.
-
-    The patch logits are upsampled to `height` x `width` pixels by bilinear interpolation.
-    """
+    """Compute the class of each pixel's largest bilinearly upsampled logit with numpy."""
     corners = []
     for size, patches in zip((height, width), logits.shape[1:3], strict=True):
         position = (torch.arange(size) + 0.5) * (patches / size) - 0.5

@@ -27,10 +27,7 @@ PATCH = 8
 
 
 def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path:
-    """Write noise images with a bright square, and masks that show parts of the square.
-
-    There is one image for each (height, width) in `sizes`.
-    """
+    """Write noise images with a bright square, and masks that show parts of the square."""
     for folder in ("images/val", "masks/val"):
         (root / folder).mkdir(parents=True)
     for number, size in enumerate(sizes):
@@ -42,10 +39,7 @@ def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path
 
 
 def plain_scores(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Compute the maximum F-beta, the IoU and the accuracy (%) with simple loops.
-
-    `pairs` contains a predicted map with values in [0, 1] and the true mask of each image.
-    """
+    """Compute the maximum F-beta, the IoU and the accuracy (%) with simple loops."""
     by_threshold, ious, accuracies = [], [], []
     for answer, truth in pairs:
         per_image = []

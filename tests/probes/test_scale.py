@@ -66,10 +66,7 @@ class Scaled(nn.Module):
 
 
 def scores(task: str, power: int, folder: str) -> dict[tuple[str, str], float]:
-    """Run a task with the encoder `Scaled(power)`. Return the scores of block 1.
-
-    The keys are (facet, metric). The first generated dataset that supports the task is used.
-    """
+    """Run a task with the encoder `Scaled(power)`. Return block 1's scores by (facet, metric)."""
     encoder = ssl_bench.Encoder.from_module(
         Scaled(power).eval(), patch_size=8, blocks="blocks", norm="norm", image_size=32,
         mean=0.5, std=0.5,

@@ -87,10 +87,7 @@ def test_concatenated_blocks_end_with_the_last_requested_block():
 
 
 def relabel_held_out(holdout: float) -> ColourDataset:
-    """Return a dataset in which only the held-out training images have the label 3.
-
-    `holdout` is the fraction of the training images that are held out.
-    """
+    """Return a dataset whose label 3 occurs only in the held-out training images."""
     split = TrainingSplit.draw(Colours("train", 18), max_images=None, holdout=holdout, seed=0)
     return ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
 

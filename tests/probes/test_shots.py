@@ -58,18 +58,15 @@ def test_fewer_shots_are_a_subset_and_draws_and_seeds_differ(root):
     assert len(different) == 6
 
 
-def scores_by_draw(*right: int) -> list[list[Score]]:
-    """Return the scores of a probe that was trained on several random choices of training images.
-
-    Each argument is the number of correct images (out of ten) for one of these choices.
-    """
+def scores_by_draw(*num_correct: int) -> list[list[Score]]:
+    """Return the scores of several draws of training images, from counts of correct images."""
     return [
         [
             Score(3, "cls", "top1_k1", 10.0 * n, None, 10,
                   {"bank": 6, "n": n, "warnings": ["w", f"of {n}"], "train_seconds": n / 4},
                   np.arange(10) < n)
         ]
-        for n in right
+        for n in num_correct
     ]  # fmt: skip
 
 

@@ -49,10 +49,7 @@ def picture(image_id: str):
 
 @dataclass(frozen=True)
 class Pictures:
-    """A dataset of noise images of different sizes with boxes.
-
-    The image with the id `damaged` cannot be read. Reading an image adds its id to `read`.
-    """
+    """A dataset of noise images with boxes that records which images are read."""
 
     boxes: Mapping[str, list[list[float]] | None]
     damaged: str = ""
@@ -104,13 +101,7 @@ REFERENCE = Cut()
 
 
 def discover_in(pixels: np.ndarray, facet: Facet = "key", cut: Cut = REFERENCE):
-    """Return the object that `discover` finds in an image, with the features of block 2.
-
-    Args:
-        pixels: RGB image with values from 0 to 255, of shape [height, width, 3].
-        facet: Kind of feature.
-        cut: Options of the graph and its cut, such as the similarity threshold.
-    """
+    """Return the object that `discover` finds in an RGB image, with features of block 2."""
     extractor = FeatureExtractor(tiny_encoder(), layers=[2], facets=[facet], pad=True)
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
     grid = PatchGrid(pixels.shape[0], pixels.shape[1], 8)
@@ -121,10 +112,7 @@ FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
 
 
 def read_log(folder: Path, pattern: str = "*") -> dict[str, dict]:
-    """Return the entries of an object-discovery log by image, in the order of the log.
-
-    `pattern` selects the subfolder of the log. It must match exactly one log.
-    """
+    """Return the entries of a folder's only object-discovery log, by image."""
     (path,) = folder.glob(f"{pattern}/images_*.jsonl")
     lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
     return {line["image"]: line for line in lines}
@@ -168,10 +156,7 @@ def test_a_resumed_run_reads_only_images_without_results(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
 
     def run(layers=(0, 2), seed=0, damaged="", stamp="f00d", **options):
-        """Run TokenCut on `Pictures`. Return its scores and the sorted ids of the images it reads.
-
-        The image with the id `damaged` cannot be read. `stamp` is the dataset's fingerprint.
-        """
+        """Run TokenCut. Return its scores and the sorted ids of the images that it reads."""
         pictures = Pictures(boxes, damaged, stamp)
         probe_context = context(tmp_path, pictures, layers, tiny_encoder(seed))
         return list(TokenCut(panels=0, **options).run(probe_context)), sorted(pictures.read)

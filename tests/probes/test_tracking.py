@@ -54,13 +54,7 @@ DINO = PropagationConfig(latest_frames=7, radius=12, neighbours=5, temperature=0
 def dense_labels(
     features: Sequence[np.ndarray], first: np.ndarray, config: PropagationConfig
 ) -> list[np.ndarray]:
-    """Compute the patch labels of every frame from the affinity between all pairs of patches.
-
-    Args:
-        features: Features of each frame, of shape [rows, cols, dim].
-        first: Labels of the first frame, of shape [rows, cols, channels].
-        config: Settings of the label propagation, such as the radius.
-    """
+    """Compute the patch labels of every frame from the affinity between all pairs of patches."""
     rows, cols = first.shape[:2]
     units = [f.reshape(rows * cols, -1).astype(np.float64) for f in features]
     units = [f / np.linalg.norm(f, axis=1, keepdims=True) for f in units]
@@ -81,11 +75,7 @@ def dense_labels(
 
 
 def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndarray:
-    """Compute a mask from patch labels of shape [rows, cols, channels].
-
-    Each channel is interpolated linearly and scaled to [0, 1]. A pixel gets the index of its
-    largest channel.
-    """
+    """Upsample patch labels linearly, scale them to [0, 1] and return the largest's index."""
     channels = []
     for channel in np.moveaxis(labels, -1, 0):
         for axis in (0, 1):
@@ -100,10 +90,7 @@ def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndar
 
 
 def resize_nearest(numbers: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resize a mask to `size` (height, width) with Pillow, as the official code does.
-
-    Other libraries round differently.
-    """
+    # The official code uses Pillow. Other libraries round differently.
     return np.array(Image.fromarray(numbers).resize(size[::-1], Image.Resampling.NEAREST))
 
 
@@ -324,10 +311,7 @@ def tiny_encoder() -> Any:
 def dense_scores(
     probe: Tracking, encoder: Any, video: Sample, layer: int
 ) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Track the objects of a video with the affinity between all pairs of patches.
-
-    Return J (region similarity) and F (contour accuracy) in percent, and the predicted masks.
-    """
+    """Track a video's objects with all pairs of patches. Return J and F (%) and the masks."""
     assert video.frames is not None
     assert video.mask is not None
     frames = list(video.frames)
@@ -382,11 +366,7 @@ def test_scores_of_toy_videos_equal_those_of_the_full_affinity(toy, tmp_path, ch
 
 
 def video_results(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
-    """Return made-up tracking results, one for each video.
-
-    A video is given as the scores of its objects, and an area ratio that all its objects share.
-    This is the area of an object in the last frame, divided by its area in the first frame.
-    """
+    """Return made-up results of videos, given as (scores of the objects, area ratio)."""
     names = ("j_and_f", "j_mean", "f_mean", "j_recall", "f_recall", "j_decay", "f_decay")
     return [
         VideoResult(dict.fromkeys(names, np.array(values)), np.full(len(values), float(area)), 3)
@@ -417,7 +397,7 @@ def test_scores_are_object_means_with_the_first_mask_as_baseline():
 
 
 def write_video(folder: Path, masks: Sequence[np.ndarray | None]) -> Path:
-    """Write noise frames in which a bright object moves. Write those masks that are not None."""
+    """Write frames with a moving bright object, and the masks that are not None."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     background = generator.integers(0, 120, (32, 48, 3), dtype=np.uint8)
@@ -530,7 +510,6 @@ def test_an_animation_is_a_png_with_all_frames(tmp_path):
 def test_a_published_encoder_has_the_scores_of_the_official_code(
     shared_data, published_encoder, tmp_path
 ):
-    """Compare the scores of an ONNX encoder with those of the scripts of DINO and DAVIS 2017."""
     words = ["probe", "--task", "tracking", "--checkpoint", str(published_encoder)]
     words += ["--dataset", f"davis2016:{shared_data}/real/davis2016", "--out", str(tmp_path)]
     # The selected video, the fifth of ten, is "dog".
@@ -540,6 +519,7 @@ def test_a_published_encoder_has_the_scores_of_the_official_code(
 
     records = {(r.layer, r.metric): r.value for r in ResultStore(tmp_path).records()}
     keys = [(layer, metric) for layer in (8, 11) for metric in ("j_mean", "f_mean")]
+    # The scores of the scripts of DINO and DAVIS 2017.
     expected = [90.11, 93.35, 69.73, 58.32]
     assert [records[key] for key in keys] == pytest.approx(expected, abs=0.005)
 

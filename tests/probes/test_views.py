@@ -21,10 +21,7 @@ GRAY = (0.5, 0.5, 0.5)
 
 
 def make_scene(height=24, width=36):
-    """Return an image and a mask in which the right half of the image is the object.
-
-    The red channel of a pixel encodes its column, and the green channel its row.
-    """
+    """Return a sample whose right half is the object. Red encodes the column, green the row."""
     rows, cols = np.mgrid[:height, :width]
     image = np.stack([cols * 255 // width, rows * 255 // height, 0 * rows], -1).astype(np.uint8)
     return Sample("scene", image, (cols >= width // 2).astype(np.uint8))

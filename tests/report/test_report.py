@@ -44,10 +44,6 @@ from tests.support.report_cells import (
 
 
 def write_report(root: Path, *records: Record) -> Path:
-    """Save scores, and write a report about all scores in the folder.
-
-    Return the report's folder.
-    """
     for record in records:
         ResultStore(root).save(record)
     assert main(["report", "--out", str(root)]) == 0
@@ -108,7 +104,7 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """Write a report about scores whose names contain HTML markup. Return its folder."""
+    """Write a report about scores whose names contain HTML markup."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'
@@ -147,10 +143,7 @@ def test_names_are_escaped_and_pictures_found_on_every_page(evil_report):
 
 
 def parse_provenance(script: str) -> list[dict[str, Any]]:
-    """Return the fields of each record (stored score) in the text of a report's `records.js`.
-
-    The report shows these fields in a dialog that explains how a score was computed.
-    """
+    """Return the fields of each record in a report's `records.js`."""
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))
     rows = [[content["values"][index] for index in row] for row in content["rows"]]
@@ -303,10 +296,6 @@ def test_the_highest_of_many_checkpoints_are_drawn(tmp_path):
 
 
 def replace_page(folder: Path, text: str) -> None:
-    """Replace the start page of a report with `text`.
-
-    If the text is "interrupt" or "full disk", raise this error before the report is complete.
-    """
     with replace_report(folder) as new:
         (new / "index.html").write_text(text)
         if text == "interrupt":

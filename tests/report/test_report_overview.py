@@ -450,15 +450,7 @@ def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Ga
 
 
 def strips(root, checkpoints, galleries, headline=(), hits=None):
-    """Return the rows of figures that the overview page of a report shows.
-
-    Args:
-        root: Folder of the report, in which the figures are created.
-        checkpoints: The report's checkpoints.
-        galleries: All groups of figures, by the encoder id of the checkpoint.
-        headline: Groups of comparable scores on the overview page.
-        hits: How many encoders find the object in an image, by the file name of its figure.
-    """
+    """Return the rows of figures on the overview page of a report."""
     for one in chain(*galleries.values()):
         paths = (path.removeprefix("pictures/").removesuffix(".png") for path in one.paths())
         save_pictures(root, *paths)
@@ -568,10 +560,7 @@ def test_figure_rows_prefer_datasets_with_more_checkpoints_and_blocks(tmp_path):
     first, second = list_checkpoints([build_record(), skipless()])
 
     def describe_strips(own: list[Gallery], *others: Gallery) -> list[tuple[str, ...]]:
-        """Return the task, dataset and checkpoint of each row of figures on the overview page.
-
-        `own` has the groups of figures of the first checkpoint, and `others` those of the second.
-        """
+        """Return the task, dataset and checkpoint of each row of figures."""
         galleries = {first.encoder_id: own, second.encoder_id: list(others)}
         return [
             (strip.title.split()[0], strip.title.split()[2], strip.checkpoint.name)

@@ -22,7 +22,7 @@ def hits(number: int) -> np.ndarray:
 
 
 def summarize(store: ResultStore, *records: Record) -> list[list[str]]:
-    """Save scores, and return the sentences that a report writes about each checkpoint."""
+    """Save scores and return the sentences that a report writes about each checkpoint."""
     for record in records:
         store.save(record)
     stored = store.records()

@@ -18,11 +18,7 @@ TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
 
 
 def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 90) -> Path:
-    """Write a dataset of six classes to the folders `train` and `val`, with a subfolder per class.
-
-    Each image shows the colour of its class plus noise. The higher `noise` is, the harder the
-    classes are to separate.
-    """
+    """Write class folders of images that show the colour of their class plus noise."""
     generator = np.random.default_rng(0)
     for name, colour in enumerate(COLOURS):
         for split, count in (("train", train), ("val", val)):
@@ -36,7 +32,7 @@ def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 9
 
 
 def select_train_images(root: Path, kept: Sequence[int]) -> ClassFolders:
-    """Return the dataset in `root`, with only the training images whose indices are in `kept`."""
+    """Return the dataset in `root`, with only the training images at the indices `kept`."""
     dataset = ClassFolders(root)
     some = dataset.train().select("class_folders", list(kept))
     object.__setattr__(dataset, "train", lambda: some)
@@ -62,11 +58,8 @@ def class_context(
 
 
 def run_probe(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
-    """Run a probe, with the options `changes`. Return its scores by (layer, facet, metric).
-
-    A facet is a kind of feature, such as the [CLS] token. Also check that the probe's method
-    `list_score_keys` lists exactly these keys.
-    """
+    """Run a probe and return its scores by (layer, facet, metric)."""
+    # It must announce exactly these scores.
     context = class_context(dataset, **changes)
     scores = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}
     assert sorted(scores) == sorted(probe.list_score_keys(context.layers))

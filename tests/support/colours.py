@@ -28,21 +28,14 @@ QUICK: dict[str, Any] = {
 
 @dataclass
 class Colours:
-    """A set of images whose left and right halves differ in colour.
-
-    The colour of a half is its class.
-
-    Attributes:
-        first: Number that shifts the classes of the left halves.
-        masks: Class that fills the whole mask of an image, by image index. Only for some images.
-        stamp: Text that is added to the fingerprint (the hash that identifies the image set).
-    """
+    """A set of images whose left and right halves differ in colour, which is their class."""
 
     split: str
     count: int
-    first: int = 0
+    first: int = 0  # shifts the classes of the left halves
     name: str = "colours"
     class_names: tuple[str, ...] = CLASS_NAMES
+    # Class that fills the whole mask, by image index.
     masks: dict[int, int] = field(default_factory=dict)
     stamp: str = ""
 
@@ -109,10 +102,7 @@ def probe_context(
 
 
 class Counter:
-    """A counter of how often an encoder receives each image.
-
-    Images are identified by their pixels.
-    """
+    """A counter of how often an encoder receives each image."""
 
     def __init__(self, encoder):
         self.passes = collections.Counter()

@@ -140,10 +140,7 @@ class Draw:
         return [word if word != "download" else "list" for word in words]
 
     def valid_line(self) -> list[str]:
-        """Return a random valid command.
-
-        It must end with exit code 0, or be stopped because it begins to compute.
-        """
+        """Return a random command that must succeed or begin to compute."""
         pick, number = self.rng.choice, str(self.rng.randrange(10**9))
         task, *data = pick(FITTING)
         probing = ["--task", task, "--dataset", *data, "--checkpoint", "runs/tiny", "--limit", "2"]
@@ -170,7 +167,7 @@ class Draw:
         )  # fmt: skip
 
     def flag(self, action: argparse.Action) -> list[str]:
-        """Return random values of the parser's argument `action`, preceded by its flag if any."""
+        """Return random values of a parser's argument, after its flag if it has one."""
         flag = list(action.option_strings[:1])
         if action.nargs == 0:
             return flag
@@ -204,10 +201,7 @@ class Draw:
 
 @contextlib.contextmanager
 def stop_before_computing(*, to_end: bool) -> Iterator[None]:
-    """Inside a `with` block, raise an error when a module is called or a sweep starts a process.
-
-    If `to_end` is true, nothing is changed, so commands run to their end.
-    """
+    """Raise an error before a module or a sweep computes something, unless `to_end`."""
     call = torch.nn.Module.__call__
 
     def refuse(*_: object, **__: object) -> None:
@@ -224,11 +218,7 @@ def stop_before_computing(*, to_end: bool) -> Iterator[None]:
 
 
 def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
-    """Run a command. Return how it ended, and a description of any wrong behaviour.
-
-    How it ended is the exit code or a word such as "slow". The description is empty if the command
-    behaved correctly.
-    """
+    """Run a command. Return how it ended, and what is wrong with it or an empty string."""
     out, err = io.StringIO(), io.StringIO()
     signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)
     try:

@@ -11,22 +11,17 @@ _LEVEL = 1e-4
 
 
 def have_same_distribution(draws: Any, others: Any) -> bool:
-    """Test whether two samples come from the same distribution (Kolmogorov-Smirnov test)."""
     result: Any = ks_2samp(draws, others)
     return result.pvalue > _LEVEL
 
 
 def has_distribution(draws: Any, distribution: Callable[[Any], Any]) -> bool:
-    """Test whether a sample has the given cumulative distribution (Kolmogorov-Smirnov test)."""
     result: Any = kstest(draws, distribution)
     return result.pvalue > _LEVEL
 
 
 def have_same_frequencies(counts: Sequence[Any], other_counts: Sequence[Any]) -> bool:
-    """Test whether two lists of outcome counts come from the same distribution (chi-square test).
-
-    In addition, an outcome with a count of 0 in one list must have a count of 0 in the other.
-    """
+    # An outcome must occur in both lists or in neither.
     table = np.array([counts, other_counts])
     occurs = (table > 0).any(axis=0)
     result: Any = chi2_contingency(table[:, occurs])

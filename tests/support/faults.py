@@ -62,10 +62,7 @@ def encoder_file(path: Path, *, seed: int = 0, config: ViTConfig = TINY) -> Path
 
 
 def picture(seed: int, height: int = 32, width: int = 40) -> Image.Image:
-    """Return an image of noise with a bright square, which annotations mark as the object.
-
-    The square covers the pixels 8 to 23 along each axis.
-    """
+    """Return an image of noise with a bright square, which annotations mark as the object."""
     noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3), dtype=np.uint8)
     noise[8:24, 8:24] += 120
     return Image.fromarray(noise)
@@ -89,7 +86,7 @@ def class_folders(root: Path, count: int = 3) -> Path:
 
 
 def voc(root: Path) -> Path:
-    """Create a miniature VOC2012 dataset with four training and three validation images of cats."""
+    """Create a miniature VOC2012 dataset with images of cats."""
     base = root / "VOCdevkit/VOC2012"
     for folder in ("JPEGImages", "SegmentationClass", "Annotations", "ImageSets/Main"):
         (base / folder).mkdir(parents=True)
@@ -112,11 +109,7 @@ def paired_folders(
     masks: str = "masks",
     content: bytes | None = None,
 ) -> Path:
-    """Create image and mask files with the given names in each split.
-
-    The images all differ, but the masks are all the same. `images` and `masks` are names of
-    folders. `content` has the bytes of each mask file. If it is None, masks are valid PNG files.
-    """
+    """Create different images and equal masks. `content` has the bytes of each mask file."""
     content = content or encoded("PNG", Image.fromarray(mask()))
     numbers = count()
     for split, ids in names.items():
@@ -129,10 +122,7 @@ def paired_folders(
 
 
 def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> Path:
-    """Create a miniature COCO20k dataset from image numbers and the content of the annotation file.
-
-    Return the path of the annotation file.
-    """
+    """Create a miniature COCO20k dataset. Return the path of its annotation file."""
     folder, path = root / "images/train2014", root / "annotations/instances_train2014.json"
     for parent in (folder, path.parent):
         parent.mkdir(parents=True)
@@ -145,10 +135,7 @@ def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> P
 
 
 def data_of_every_role(root: Path) -> dict[str, Path]:
-    """Create datasets with masks and boxes, class labels, keypoint pairs, and plain images.
-
-    Return their root folders by dataset name.
-    """
+    """Create datasets for all probes, and return their root folders by dataset name."""
     voc(root / "voc2012")
     return {
         "voc2012": root / "voc2012",
@@ -159,10 +146,7 @@ def data_of_every_role(root: Path) -> dict[str, Path]:
 
 
 def mask(height: int = 32, width: int = 40) -> np.ndarray:
-    """Return the mask of an image created by `picture`. The square has class 8.
-
-    The pixels of row 7 have the value 255, which means that they are ignored.
-    """
+    """Return the mask of an image created by `picture`. Row 7 is ignored (255)."""
     indices = np.zeros((height, width), np.uint8)
     indices[8:24, 8:24] = 8
     indices[7] = 255
@@ -182,10 +166,7 @@ LFS_POINTER = (
 
 
 def corrupt_file(path: Path, how: str) -> None:
-    """Damage a file: truncate it, or replace it with a web page or a Git LFS pointer.
-
-    `how` is one of "empty", "half", "last2" (the last two bytes are removed), "html" and "lfs".
-    """
+    """Truncate a file, or replace it with a web page or a Git LFS pointer."""
     content = path.read_bytes()
     lengths = {"empty": 0, "half": len(content) // 2, "last2": -2}
     substitutes = {"html": b"<html><body>404 Not Found</body></html>", "lfs": LFS_POINTER}
@@ -195,10 +176,7 @@ def corrupt_file(path: Path, how: str) -> None:
 def make_probe_args(
     task: str, dataset: str, root: Path, *more: str, checkpoint: str | Path = "encoder.safetensors"
 ) -> list[str]:
-    """Return the command-line arguments of a fast `probe` run on block 1.
-
-    `more` are further arguments.
-    """
+    """Return the command-line arguments of a fast `probe` run on block 1."""
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(root)]
     return [*arguments, "--checkpoint", str(checkpoint), "--layer", "1", *SMALL[task], *more]
 
@@ -208,10 +186,7 @@ def make_pretrain_args(root: Path, out: str, *more: str) -> list[str]:
 
 
 def make_supervised_args(root: Path, out: str, *more: str) -> list[str]:
-    """Return the command-line arguments of a fast supervised pretraining run.
-
-    `more` are further arguments.
-    """
+    """Return the command-line arguments of a fast supervised pretraining run."""
     sizes = [option for option in PRETRAIN if not option.startswith("objective.")]
     arguments = ["pretrain", "--data-root", str(root), "--out", out, "objective=supervised"]
     return [*arguments, "data.labels=true", *sizes, *more]
@@ -222,10 +197,7 @@ def records(out: str = "results") -> list[Record]:
 
 
 def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
-    """Run a command that must fail with the exit code `code`. Return its error line.
-
-    Also check that the command prints no traceback.
-    """
+    """Run a command that must fail with the exit code `code`. Return its error line."""
     capsys.readouterr()
     actual = main(list(arguments))
     out, err = capsys.readouterr()
@@ -240,34 +212,19 @@ def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """A test case: a broken file or setting, and the error that a command must report for it.
+    """A test case: a broken file or setting, and the error that a command must report for it."""
 
-    Attributes:
-        name: What is broken, in plain English.
-        prepare: Function that creates the broken file in a folder.
-        command: The command as the user types it.
-        code: The expected exit code.
-        words: Texts that the error must contain: the name of the file or key and, if a file can be
-            broken in several ways, what is wrong with it.
-        hint: The command or setting that the error must recommend.
-        remedy: Arguments that make the command succeed when they are appended to it.
-    """
-
-    name: str
+    name: str  # what is broken
     prepare: Callable[[Path], object]
     command: str
     code: int
-    words: str | tuple[str, ...] = ()
-    hint: str = ""
-    remedy: str = ""
+    words: str | tuple[str, ...] = ()  # texts that the error must contain
+    hint: str = ""  # command or setting that the error must recommend
+    remedy: str = ""  # arguments with which the command succeeds
 
 
 def check_fault(fault: Fault, folder: Path, capsys) -> None:
-    """Check that a command reports a broken file or setting in a line with the expected texts.
-
-    The command must leave existing files unchanged and must not write a result. With the arguments
-    in `fault.remedy`, if any, it must succeed.
-    """
+    """Check that a command reports a fault, changes no file and succeeds with the remedy."""
     fault.prepare(folder)
     before = file_contents(folder)
 
@@ -310,10 +267,7 @@ def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
 
 @contextmanager
 def limit_file_size(limit: int) -> Iterator[None]:
-    """Inside a `with` block, let every write that makes a file larger than `limit` bytes fail.
-
-    Such a write raises an `OSError` with errno EFBIG ("File too large").
-    """
+    """Let writes that make a file larger than `limit` bytes fail with EFBIG."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     # Python would truncate the bytecode of modules that are imported here, and use it later.
@@ -344,14 +298,7 @@ def _status(key: str) -> int:
 
 
 def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
-    """Run a function in a forked process, which need not import any modules.
-
-    Return the process id.
-
-    Args:
-        work: Function that returns the exit code. None means 0.
-        stderr: File that receives what the process prints.
-    """
+    """Run a function that returns an exit code in a forked process. Return the process id."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -370,18 +317,12 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a child process.
-
-    Return its exit code, which is negative if a signal ended the process.
-    """
+    """Wait for a process and return its exit code, negative if a signal ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """Join chunks into the bytes of a PNG file.
-
-    The chunks are not checked, so the file may be invalid.
-    """
+    """Join chunks into the bytes of a PNG file, which may be invalid."""
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
 
 
@@ -397,7 +338,7 @@ def encoded(kind: str, image: Image.Image) -> bytes:
 
 @contextmanager
 def unchecked_types() -> Iterator[None]:
-    """Inside a `with` block, disable the type and shape checks that tests enable at run time."""
+    """Disable the run-time checks of types and shapes inside a `with` block."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield

@@ -9,18 +9,12 @@ from ssl_bench.data.samples import ImageSet
 
 
 def settle() -> None:
-    """Wait so long that a file written next gets a later timestamp.
-
-    Timestamps advance every 4 ms.
-    """
+    # Timestamps advance every 4 ms. A file written next must get a later one.
     time.sleep(0.02)
 
 
 def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
-    """Change some bytes of a file without changing its size or modification time.
-
-    Replace the bytes `old` with `new`. If `old` is None, change the last 16 bytes.
-    """
+    """Replace bytes of a file (by default the last 16) without changing its size or time."""
     settle()
     status, content = path.stat(), path.read_bytes()
     if old is None:
@@ -40,13 +34,7 @@ def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
 def assert_fingerprint_depends_on(
     open_images: Callable[[], ImageSet], *changes: Callable[[], object]
 ) -> None:
-    """Check that a dataset's fingerprint is reproducible, and that changing the data alters it.
-
-    Args:
-        open_images: Function that opens the dataset again.
-        changes: Functions that change the data. They are called one after the other, and each must
-            alter the fingerprint.
-    """
+    """Check that a dataset's fingerprint is reproducible and that each change alters it."""
     found = [open_images().fingerprint() for _ in range(2)]
     for change in changes:
         change()

@@ -8,11 +8,8 @@ from pretrain import step as steps
 
 
 def cache_flop_counts() -> None:
-    """Count the FLOPs of a training step only once for learners with the same classes of layers.
-
-    Other runs print the count of the first one, even if their sizes differ. The cached counts are
-    also used in processes that are forked from this process.
-    """
+    """Count the FLOPs of a training step only once for learners with equal layer classes."""
+    # Their sizes may differ, so a run may print the count of another one.
     count, flops = steps.count_training_flops, dict[frozenset[type], float]()
 
     def count_once(learner: nn.Module, views: Any, step: int) -> float:

@@ -30,11 +30,7 @@ def timm_model(
     grid: tuple[int, int] = (4, 4),
     **kwargs: Any,
 ) -> Any:
-    """Return a timm Vision Transformer with two blocks and random weights.
-
-    `patch` is the side length of a patch in pixels, and `grid` the rows and columns of patches.
-    `kwargs` are further arguments of timm's class.
-    """
+    """Return a timm Vision Transformer with two blocks and random weights."""
     torch.manual_seed(0)
     model: Any = timm.models.VisionTransformer(
         img_size=(grid[0] * patch, grid[1] * patch), patch_size=patch, embed_dim=dim, depth=2,
@@ -48,10 +44,7 @@ def timm_model(
 
 
 def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
-    """Check that the encoder in a file has the same features as a timm model. Return the encoder.
-
-    Features may differ by at most 1e-5. `extra` contains further kinds of features to compare.
-    """
+    """Check that an encoder file has the features of a timm model. Return the encoder."""
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))
     assert encoder.mean == expected.mean
@@ -83,10 +76,7 @@ def normalise(encoder: Encoder, images: Tensor) -> Tensor:
 
 
 def rename_weights(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
-    """Return the weights under new names.
-
-    `names` maps regular expressions to replacements, which are applied to each name in order.
-    """
+    """Return the weights under new names. `names` maps patterns to replacements."""
     result: Weights = {}
     for name, value in weights.items():
         for pattern, replacement in names.items():
@@ -103,10 +93,7 @@ def save_checkpoint(path: Path, content: Mapping[str, Any]) -> Path:
 def save_hf_folder(
     folder: Path, weights: Weights, config: Mapping[str, Any], colours: Mapping[str, Any] = {}
 ) -> str:
-    """Save weights and a config as a Hugging Face model folder. Return its `local-dir:` address.
-
-    `colours` is the content of `preprocessor_config.json`, such as the mean of the images.
-    """
+    """Save weights and config as a Hugging Face model folder. Return its address."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(weights, folder / "model.safetensors")

@@ -55,7 +55,7 @@ INTERESTING = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file to test: a file name, valid contents to start from (`seeds`), and a reader."""
+    """A kind of file whose reader is tested with damaged versions of `seeds`."""
 
     seeds: list[bytes]
     name: str
@@ -63,10 +63,7 @@ class Kind:
 
 
 def mutate(content: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    """Apply one to eight random changes to the content of a file, such as flipping a bit.
-
-    A change may insert a part of another file, whose contents are in `others`.
-    """
+    """Apply one to eight random changes to the content of a file, such as flipping a bit."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
         at = rng.randrange(len(data) + 1)
@@ -273,10 +270,7 @@ class TooSlow(BaseException):
 
 
 def confine(mebibytes: int) -> None:
-    """Limit how much additional memory this process may allocate, and enable a time limit.
-
-    `TooSlow` is raised when the profiling timer (`ITIMER_PROF`) expires.
-    """
+    """Limit additional memory, and raise `TooSlow` when the profiling timer expires."""
 
     def ring(*_: object) -> None:
         raise TooSlow
@@ -290,10 +284,7 @@ def confine(mebibytes: int) -> None:
 
 
 def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
-    """Feed `count` randomly damaged files of one kind to their reader.
-
-    Return how often each outcome occurred, and reports of unexpected exceptions.
-    """
+    """Feed damaged files to their reader. Return how often each outcome occurred, and reports."""
     kind, rng = KINDS[name](), random.Random(name)
     ends: Counter[str] = Counter()
     reports: list[str] = []

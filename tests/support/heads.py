@@ -23,11 +23,7 @@ def segmentation(
     inference: str = "squash",
     **changes: Any,
 ) -> Segmentation:
-    """Return a linear segmentation probe with the given components and values.
-
-    `loss`, `training` and `inference` are names of components. `defaults` and `changes` contain
-    values of fields. Unknown fields are ignored in `defaults`, and are an error in `changes`.
-    """
+    """Return a linear segmentation probe. Unknown fields in `defaults` are ignored."""
     names = {"loss": loss, "training": training, "inference": inference}
     return _build(Segmentation, names, defaults or {}, changes)
 
@@ -35,11 +31,7 @@ def segmentation(
 def classification(
     defaults: Mapping[str, Any] | None = None, *, training: str = "lbfgs", **changes: Any
 ) -> LinearClassification:
-    """Return a linear classification probe.
-
-    `training` is the name of the training method. `defaults` and `changes` contain values of
-    fields. Unknown fields are ignored in `defaults`, and are an error in `changes`.
-    """
+    """Return a linear classification probe. Unknown fields in `defaults` are ignored."""
     return _build(LinearClassification, {"training": training}, defaults or {}, changes)
 
 

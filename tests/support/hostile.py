@@ -40,10 +40,7 @@ def hostile(**changes) -> Record:
 
 
 def hostile_store(root: Path) -> ResultStore:
-    """Save scores whose texts contain hostile code, for two checkpoints with two blocks each.
-
-    Return the store that contains them.
-    """
+    """Save scores whose texts contain hostile code, and return their store."""
     store = ResultStore(root)
     for layer in (0, 1):
         for sha in (SKIP, SKIPLESS):
@@ -79,10 +76,7 @@ def check_latex(text: str) -> None:
 
 
 def check_markdown(text: str) -> None:
-    """Check that a Markdown text renders only the elements that our tables use.
-
-    The text is rendered both as CommonMark and by the documentation site's renderer.
-    """
+    """Check that a Markdown text renders only the elements that our tables use."""
     assert all(line.isprintable() for line in text.split("\n"))
     pages = (
         MarkdownIt("commonmark").enable("table").render(text),

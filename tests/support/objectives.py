@@ -22,11 +22,7 @@ SMALL_MODEL = {
 
 
 def reduced_options(*choices: str) -> list[str]:
-    """Return config overrides that make a pretraining run small.
-
-    The list starts with `choices`, which select components such as "model=vit_tiny_skip". It
-    continues with small values for the keys of these components.
-    """
+    """Return `choices`, such as "model=vit_tiny_skip", and overrides that make a run small."""
     keys = list_keys(compose_config("pretraining", choices))
     values = {f"objective.{key}": value for key, value in REDUCED.items()}
     values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
@@ -35,10 +31,8 @@ def reduced_options(*choices: str) -> list[str]:
 
 @cache
 def small_run(objective: str) -> tuple[Pretraining, tuple[str, ...]]:
-    """Return a small run of a training objective, and the config overrides that describe it.
-
-    The run uses the first model that the objective can train, trying Vision Transformers first.
-    """
+    """Return a small run of a training objective, and its config overrides."""
+    # It uses the first model that the objective can train, trying Vision Transformers first.
     for model in sorted(config_names("model"), key=lambda name: (not name.startswith("vit"), name)):
         options = reduced_options(f"objective={objective}", f"model={model}")
         try:

@@ -18,31 +18,22 @@ _SHELLS = ("", "bash", "sh", "console", "shell")
 
 @dataclass(frozen=True)
 class PageCommand:
-    """A shell command that a documentation page shows.
+    """A shell command that a documentation page shows."""
 
-    Attributes:
-        page: Path of the page in the repository.
-        text: The command, with continued lines joined.
-        words: Program and arguments, without environment variables, comments, `...` and
-            redirection.
-        in_block: Whether the command is in a code block. If not, it is in running text, which
-            sometimes mentions just the name of a command.
-    """
-
-    page: str
-    text: str
-    words: tuple[str, ...]
-    in_block: bool
+    page: str  # path in the repository
+    text: str  # with continued lines joined
+    words: tuple[str, ...]  # program and arguments, without variables and redirection
+    in_block: bool  # whether it is in a code block or in running text
 
     @property
     def is_name(self) -> bool:
-        """Return whether this is just the name of a command, mentioned in running text."""
+        """Return whether running text mentions just the name of a command."""
         least = 3 if self.words[1] in ("-m", "data") else 2
         return not self.in_block and len(self.words) <= least
 
     @property
     def suite(self) -> tuple[str, ...]:
-        """Return the arguments of an `ssl-bench` command. The tuple is empty for other programs."""
+        """Return the arguments of an `ssl-bench` command, or () for other programs."""
         if self.words[0] == "ssl-bench":
             return self.words[1:]
         if self.words[0] == "torchrun" and "ssl_bench" in self.words:
@@ -51,10 +42,7 @@ class PageCommand:
 
 
 def page_commands(page: Path) -> list[PageCommand]:
-    """Return the commands that a page shows: first those in code blocks, then those in its text.
-
-    Commands without arguments in running text are left out.
-    """
+    """Return the commands that a page shows, first those in code blocks."""
     text, name = page.read_text(), page.relative_to(ROOT).as_posix()
     blocks = [code for language, code in _FENCE.findall(text) if language in _SHELLS]
     lines = [line for code in blocks for line in code.replace("\\\n", " ").splitlines()]

@@ -34,7 +34,6 @@ def silent(items: Iterable, description: str, total: int | None = None) -> Itera
 def context_of(
     encoder: Encoder, dataset: Any, layers: Sequence[int], folder: Path, **changes: Any
 ) -> ProbeContext:
-    """Return what a probe needs to run: encoder, dataset and output folder. Nothing is printed."""
     silence: dict[str, Any] = {"progress": silent, "say": lambda _: None}
     return ProbeContext(encoder, dataset, tuple(layers), artifacts=folder, **{**silence, **changes})
 

@@ -29,12 +29,7 @@ def build_record(**changes) -> Record:
 
 
 def add_interval(changes: dict) -> dict:
-    """Add a 95 % interval to changes of a record (stored score) that contain a new value.
-
-    `changes` maps field names to new values. It is returned unchanged if it has no value or already
-    has an interval. The new interval is as wide as that of `RECORD`. For a percentage, it is
-    limited to 0 to 100.
-    """
+    """Add a 95 % interval to the changes of a record if they have a value without one."""
     value = changes.get("value")
     if value is None or "ci95" in changes:
         return changes
@@ -50,12 +45,10 @@ def skipless(**changes) -> Record:
 
 
 def make_encoder_id(letter: str) -> str:
-    """Return the id of a made-up encoder, whose SHA-256 consists of one repeated letter."""
     return build_record(checkpoint_sha256=letter * 64).encoder_id
 
 
 def get_figures_folder(record: Record) -> str:
-    """Return the name of the folder with figures of the encoder and dataset of a score."""
     return f"{record.model}-{record.encoder_id[:8]}-{record.dataset_fingerprint[:8]}"
 
 
@@ -65,7 +58,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """Save per-image values, and a score that is computed from them."""
+    """Save per-image values and the score that is computed from them."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = add_interval({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
@@ -79,10 +72,7 @@ def save_pictures(root: Path, *names: str) -> None:
 
 
 class Elements(HTMLParser):
-    """An HTML parser that collects the elements, attributes and text of a page.
-
-    The text inside scripts is left out.
-    """
+    """An HTML parser that collects the elements, attributes and text of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -109,10 +99,7 @@ def plain(**changes) -> Record:
 
 
 def counts(*images):
-    """Return the pixel counts of images with two classes, as an array of shape [images, 3, 2].
-
-    The second axis has the numbers of correct, predicted and true pixels.
-    """
+    """Return the pixel counts (correct, predicted, true) of images with two classes."""
     return np.array(images, np.int32)
 
 
@@ -126,10 +113,7 @@ WRONG = [[0, 0], [4, 0], [0, 4]]
 
 
 def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
-    """Compare the two checkpoints in these records (stored scores), as a report does.
-
-    All scores must have the same metric, images and settings, so that they can be compared.
-    """
+    """Compare the two checkpoints in these records, as a report does."""
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))
     first, second = (load_per_image_scores(store, panel, checkpoint) for checkpoint in (one, other))

@@ -20,7 +20,7 @@ SHEET_WIDTH = 900
 
 
 def browsed_report(root: Path) -> Path:
-    """Write a report on two checkpoints with three blocks each. Return its folder."""
+    """Write a report on two checkpoints with three blocks each."""
     store, random = ResultStore(root), np.random.default_rng(0)
     for layer, num_hits in enumerate((9, 0, 10)):
         for record, hits in (

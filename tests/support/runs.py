@@ -28,19 +28,13 @@ TIMED = ("images_per_second", "data_wait", "mfu")
 
 
 def log_rows(run: str | Path, *, timed: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of a run's log.
-
-    Measured times and speeds are left out unless `timed` is true.
-    """
+    """Return the rows of a run's log, by default without measured times."""
     rows = [json.loads(line) for line in Path(run, LOG).read_text().splitlines()]
     return [{k: v for k, v in row.items() if timed or k not in TIMED} for row in rows]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Check that two runs have identical training states, logs and encoders.
-
-    The option `num_workers` and the measured times in the logs may differ.
-    """
+    """Check that two runs have identical states, logs and encoders, except for times."""
     states = [flat(load_state(out, CPU)[0]) for out in (one, other)]
     assert states[0].keys() == states[1].keys()
     for key, value in states[0].items():
@@ -55,11 +49,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def interrupt_at_micro_batch(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
-    """Make a run send itself a signal before a certain micro-batch of a training step.
-
-    `crops` is the class that makes the run's crops. `number` is the number of the micro-batch,
-    counted from 1 over all steps.
-    """
+    """Make a run send itself a signal before its micro-batch `number`, counted from 1."""
     augment_on_device, calls = crops.augment_on_device, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
@@ -75,26 +65,13 @@ def assert_resumes_exactly(
     plan: Pretraining,
     folder: Path,
     *,
-    parts: int = 4,
-    steps: int = 4,
+    parts: int = 4,  # number of the micro-batch at which the signal is sent
+    steps: int = 4,  # number of steps that the stopped run must complete
     sent: int = signal.SIGTERM,
     error: type[BaseException] = Preempted,
     workers: int | None = None,
 ) -> Path:
-    """Check that a stopped and resumed run gives exactly the results of an uninterrupted run.
-
-    Args:
-        plan: Plan of a run with more than `steps` steps.
-        folder: Folder in which both runs are created, as "whole" and "stopped".
-        parts: Number of the micro-batch, counted from 1, at which the signal is sent.
-        steps: Number of steps that the stopped run must complete.
-        sent: Signal that is sent.
-        error: Exception that the stopped run must raise.
-        workers: Number of data workers of the resumed run, or None to keep the plan's.
-
-    Returns:
-        The path of the encoder of the uninterrupted run.
-    """
+    """Check that a stopped and resumed run gives exactly the results of an uninterrupted run."""
     path = plan.run(folder / "whole", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at_micro_batch(patch, type(plan.objective.crops), parts, sent)
@@ -118,10 +95,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pretrain_two(root: Path) -> Path:
-    """Run DINO pretraining (3 steps per epoch) and supervised pretraining (2 steps per epoch).
-
-    Return the folder that contains both runs.
-    """
+    """Run DINO (3 steps per epoch) and supervised pretraining (2). Return the folder of both."""
     images, runs = class_folders(root / "images"), root / "runs"
     neighbours = ["monitor.knn_epochs=1", "monitor.neighbours=2", f"monitor.root={images}"]
     with unchecked_types():
@@ -132,7 +106,6 @@ def pretrain_two(root: Path) -> Path:
 
 
 def write_log(folder: Path, rows: Iterable[Mapping[str, Any] | str]) -> Path:
-    """Write the log of a run. Rows that are strings are written as they are, others as JSON."""
     folder.mkdir(parents=True)
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / LOG).write_text("".join(f"{line}\n" for line in lines))

@@ -27,7 +27,6 @@ class WrittenPair:
         return f"{self.number:06d}-{self.source}-{self.target}:{self.category}"
 
     def annotation(self, **changed: Any) -> dict[str, Any]:
-        """Return the annotation of the pair, with all fields that SPair-71k files contain."""
         scale = np.divide(TARGET_SIZE, SOURCE_SIZE)
         target = np.rint(np.array(self.points) * scale).astype(int).tolist()
         return {
@@ -60,10 +59,7 @@ PAIRS = (
 
 
 def spair(root: Path, pairs: tuple[WrittenPair, ...] = PAIRS) -> Path:
-    """Write images, annotations and the list of pairs of the split `test`.
-
-    Return the dataset's folder.
-    """
+    """Write images, annotations and pairs of the split `test`. Return the dataset's folder."""
     base = root / "SPair-71k"
     (base / "PairAnnotation/test").mkdir(parents=True)
     (base / "Layout/large").mkdir(parents=True)

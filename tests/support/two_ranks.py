@@ -54,10 +54,8 @@ def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callabl
 
 
 def inject_at_step(fault: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that makes `fault` be called when the images of step `FAULT_STEP` are read.
-
-    If `fault` returns something other than None, the run uses it instead of the images.
-    """
+    """Return a function that injects `fault` when step `FAULT_STEP` reads its images."""
+    # The run uses the result of `fault`, if any, instead of the images.
 
     def make(usual: Any) -> Any:
         def getitem(self: BatchChunks, piece: int) -> Any:
@@ -95,10 +93,7 @@ def full_log(usual: Any) -> Any:
 
 
 def inject_before_save(fault: Callable[[int], None]) -> Callable[[], None]:
-    """Return a function that makes `fault` be called before each training state is written.
-
-    The argument of `fault` is the number of the training step.
-    """
+    """Return a function that injects `fault(step)` before each training state is written."""
 
     def make(usual: Any) -> Any:
         def write(values: Any, file: Any) -> None:
@@ -181,15 +176,12 @@ EXTRA_OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
-    """Run one process of a distributed training run to its end. Write its stderr to a file.
-
-    `fault` states what fails, and the rank of the process in which it fails, such as "slow disk:0".
-    `number` is the rank of this process.
-    """
+    """Run one process of a distributed training run to its end. Write its stderr to a file."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # Under nohup, this process inherits an ignored SIGHUP, and the command would keep ignoring it.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # The fault "slow disk:0" affects the process of rank 0.
     name, _, where = fault.partition(":")
     if int(where) == number:
         FAULTS[name]()
@@ -209,7 +201,7 @@ def run_arguments(photos: Path, out: Path) -> list[str]:
 
 
 def start(fault: str, photos: Path, out: Path) -> list[int]:
-    """Fork the two processes of a run in which something fails. Return their process ids."""
+    """Fork the two processes of a run with a fault. Return their process ids."""
     if fault.startswith("taken"):
         out.mkdir()
         (out / "config.yaml").write_text("{}")
@@ -225,20 +217,14 @@ def start(fault: str, photos: Path, out: Path) -> list[int]:
 
 
 def wait_for(pids: list[int], out: Path) -> dict[str, Any]:
-    """Wait for the two processes of a run.
-
-    Return their exit codes and what they wrote to stderr.
-    """
+    """Wait for the two processes of a run. Return their exit codes and stderr."""
     end = time.monotonic() + SECONDS
     codes = [exit_code(pid, end) for pid in pids]
     return {"codes": codes, "stderr": [Path(f"{out}.{n}").read_text() for n in range(2)]}
 
 
 def exit_code(pid: int, end: float) -> int | None:
-    """Wait until a child process ends, or kill it at the time `end`.
-
-    Return its exit code, or None if it was killed.
-    """
+    """Wait for a process. Return its exit code, or None if it was killed at the time `end`."""
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:

@@ -25,12 +25,9 @@ def _can_check() -> bool:
 
 
 def check_first_calls(function: Any = None, **options: Any) -> Any:
-    """Decorate a function like `jaxtyping.jaxtyped`, but check only its first calls in each test.
-
-    The checks are prepared when the function is first called, because preparing those of all
-    functions would take 5 s in each process. Nested functions are not checked, because preparing
-    their checks at each call of the outer function takes too long.
-    """
+    """Decorate like `jaxtyping.jaxtyped`, but check only a function's first calls in each test."""
+    # The checks are prepared at the first call: preparing all would take 5 s in each process. Those
+    # of nested functions would be prepared again at each call of the outer function.
     if function is None:
         return functools.partial(check_first_calls, **options)
     if not isinstance(function, types.FunctionType):

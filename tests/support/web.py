@@ -11,30 +11,21 @@ from ssl_bench.network import PublishedFile
 
 
 class WebServer(ThreadingHTTPServer):
-    """A local web server that serves the same file at every address, and can be made to misbehave.
-
-    Attributes:
-        ranges: The Range header of each request so far, or "" if the request has none.
-        cut_after: Number of bytes after which the next response breaks off, or None.
-        delay: Seconds to wait before each response.
-        knows_ranges: Whether Range headers are respected.
-        gone: Whether every request is answered with status 404.
-        headers: Headers that are added to the correct ones or replace them. None removes a header.
-        chunked: Whether responses are chunked, without a Content-Length.
-        pause: Seconds to wait before each block of 1000 bytes.
-    """
+    """A local web server that serves one file at every address, and can be made to misbehave."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.content = b""
-        self.ranges: list[str] = []
-        self.cut_after: int | None = None
+        self.ranges: list[str] = []  # Range header of each request, or ""
+        self.cut_after: int | None = None  # bytes after which the next response breaks off
+        # Seconds before each response, and before each block of 1000 bytes.
         self.delay = self.pause = 0.0
-        self.knows_ranges = True
+        self.knows_ranges = True  # whether Range headers are respected
+        # Whether each response has the status 404, and whether it has no Content-Length.
         self.gone = self.chunked = False
-        self.headers: dict[str, str | None] = {}
+        self.headers: dict[str, str | None] = {}  # additional headers; None removes a header
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def publish(

@@ -34,20 +34,15 @@ class SimulatedDeviceError(RuntimeError):
 
 
 class Place(Enum):
-    """The simulated memory in which a tensor is stored: host, pinned host or device memory.
-
-    An UNDECIDED tensor may be in any of them. It becomes a DEVICE tensor when an operator combines
-    it with a DEVICE tensor.
-    """
+    """The simulated memory that contains a tensor."""
 
     HOST = auto()
     PINNED = auto()
     DEVICE = auto()
-    UNDECIDED = auto()
+    UNDECIDED = auto()  # becomes DEVICE when it is combined with a DEVICE tensor
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return whether a tensor is stored on the simulated device or on the host."""
     return _place_of_storage(storage_of(tensor))
 
 
@@ -56,7 +51,7 @@ def _place_of_storage(storage: Any) -> Place:
 
 
 def record_place(tensor: Tensor, place: Place) -> Tensor:
-    """Record that a tensor, with all tensors that share its storage, is in the memory `place`."""
+    """Record that a tensor, with all that share its storage, is in the memory `place`."""
     storage = storage_of(tensor)
     if storage is not None:
         # The Python object of a storage, including its attributes, lives as long as the storage.
@@ -80,7 +75,7 @@ def is_on_device(tensor: Tensor) -> bool:
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Return whether a tensor has values. Tensors on the "meta" device have none."""
+    """Return whether a tensor has values, unlike tensors on the "meta" device."""
     return _true_device(tensor).type == "cpu"
 
 
@@ -115,39 +110,28 @@ _PACKAGES = tuple(f"{_ROOT}/{name}/" for name in ("ssl_bench", "pretrain", "prob
 
 @dataclass
 class Ledger:
-    """Counts of costly events on the simulated device since the start of the process.
+    """Counts of costly events on the simulated device since the start of the process."""
 
-    The keys of `waits` and of both kinds of uploads are "FILE:LINE operation".
-
-    Attributes:
-        launches: Operators that compute something on the device, by name. On a real device, an
-            operator may launch several kernels, and torch.compile may fuse operators.
-        waits: Waits of the host until the device has finished all its work.
-        uploads: Copies to the device that are blocking or come from unpinned memory. On a real
-            device, all but the smallest also make the host wait.
-        pinned_uploads: Non-blocking copies to the device from pinned memory.
-        pending_copies: Unfinished copies to pinned memory, as pairs (target, values).
-    """
-
+    # Operators by name. A real device may launch several kernels for one, and torch.compile may
+    # fuse operators.
     launches: Counter[str] = field(default_factory=Counter)
+    # Waits of the host until the device has finished all its work, by "FILE:LINE operation".
     waits: Counter[str] = field(default_factory=Counter)
+    # Copies to the device that are blocking or come from unpinned memory. On a real device, all but
+    # the smallest also make the host wait.
     uploads: Counter[str] = field(default_factory=Counter)
+    # Non-blocking copies to the device from pinned memory.
     pinned_uploads: Counter[str] = field(default_factory=Counter)
+    # Unfinished copies to pinned memory, as pairs (target, values).
     pending_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def count_wait(self, what: str, times: int = 1) -> None:
-        """Count `times` waits of the host for the device. A wait completes all pending copies.
-
-        `what` is the name of the operation that waits.
-        """
+        """Count waits of the host for the device, and complete all pending copies."""
         self.waits[f"{call_site()} {what}"] += times
         self.complete_copies()
 
     def copy_later(self, target: Tensor, source: Tensor) -> None:
-        """Start to copy `source` to `target`, a tensor in pinned memory.
-
-        Until the next wait, `target` contains wrong values.
-        """
+        """Start to copy to pinned memory. Until the next wait, `target` has wrong values."""
         self.pending_copies.append((target, source.detach().clone()))
         target.copy_(_corrupt(source))
 
@@ -157,17 +141,13 @@ class Ledger:
         self.pending_copies.clear()
 
     def count_upload(self, what: str, *, pinned: bool, waits: bool) -> None:
-        """Increase the count of copies to the device by one.
-
-        Non-blocking copies from pinned memory have a separate count. `what` is the name of the
-        operation, and `waits` states whether the copy is blocking.
-        """
+        """Count a copy to the device, separately if it is non-blocking and pinned."""
         uploads = self.pinned_uploads if pinned and not waits else self.uploads
         uploads[f"{call_site()} {what}"] += 1
 
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
-        """Yield a ledger. When the `with` block ends, it gets the counts of this block."""
+        """Yield a ledger that gets the counts of this `with` block at its end."""
         names, counts = ("launches", "waits", "uploads", "pinned_uploads"), Ledger()
         before = {name: getattr(self, name).copy() for name in names}
         yield counts
@@ -176,7 +156,7 @@ class Ledger:
 
 
 def _corrupt(values: Tensor) -> Tensor:
-    """Return a tensor of wrong values, which stands for memory that is not yet written."""
+    """Return wrong values, which stand for memory that is not yet written."""
     if values.dtype == torch.bool:
         return ~values
     return values + 1 if not values.is_floating_point() else torch.full_like(values, torch.nan)
@@ -264,12 +244,7 @@ def has_kernel(function: Any) -> bool:
 
 
 def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
-    """Count a copy between the memory `source` and the memory `target`.
-
-    Raises:
-        SimulatedDeviceError: The copy to the host is non-blocking, but its target is not pinned.
-            The host could then read the memory before it is written.
-    """
+    """Count a copy, and refuse a non-blocking copy to host memory that is not pinned."""
     if source is Place.DEVICE and target is not Place.DEVICE:
         if not non_blocking:
             LEDGER.count_wait("copy to the host")
@@ -284,13 +259,7 @@ def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
 
 
 def refuse_float64(tensor: Tensor, dtype: torch.dtype | None, place: Place) -> None:
-    """Raise an error if a float64 tensor is to be put on a simulated MPS device.
-
-    Metal, on which MPS is based, has no float64.
-
-    Raises:
-        TypeError: The tensor would be float64.
-    """
+    """Raise `TypeError` if a float64 tensor is to be put on a simulated MPS device."""
     after = dtype or tensor.dtype
     if KIND[0] == "mps" and place is Place.DEVICE and after is torch.float64:
         raise TypeError(
@@ -308,10 +277,7 @@ def move(
     copy: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
-    """Move a tensor to a device, dtype or memory format, as `Tensor.to` does.
-
-    A tensor that already is on the device is copied only if `copy` is true or its dtype changes.
-    """
+    """Move a tensor to a device, dtype or memory format, as `Tensor.to` does."""
     options: dict[str, Any] = {} if memory_format is None else {"memory_format": memory_format}
     before = place_of(tensor)
     after = before if device is None else place_for(device)
@@ -332,13 +298,9 @@ _ON_DEVICE = (Place.DEVICE, Place.UNDECIDED)
 
 
 class _Thread(threading.local):
-    """The state of the simulation in one thread.
+    """The state of the simulation in one thread."""
 
-    Attributes:
-        creates_on: Simulated memory for the results of operations without tensor arguments. None
-            means `Place.UNDECIDED`.
-    """
-
+    # Memory for the results of operations without tensor arguments. None means UNDECIDED.
     creates_on: Place | None = None
 
 
@@ -383,11 +345,7 @@ class Operators(TorchDispatchMode):
 
 
 def _copy_later(args: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Count a copy between tensors, and return whether it is deferred.
-
-    An asynchronous copy from the device to pinned memory is deferred: it completes at the next
-    wait.
-    """
+    """Count a copy, and return whether it is deferred until the next wait."""
     target, source = args[0], args[1]
     non_blocking = bool(args[2] if len(args) > 2 else options.get("non_blocking", False))
     places = place_of(source), place_of(target)
@@ -428,14 +386,7 @@ def _check(
 
 
 def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
-    """Count the waits and uploads that an indexing operation causes.
-
-    Indices on the host are uploaded. If an index is a mask on the device, the host waits to learn
-    the number of selected elements. It does not wait if a single value is assigned to all of them.
-
-    Raises:
-        SimulatedDeviceError: A device tensor indexes a host tensor.
-    """
+    """Count the waits and uploads that an indexing operation causes."""
     for index in indices:
         is_here, target = place_of(index) in _ON_DEVICE, place_of(args[0])
         if target not in _ON_DEVICE:
@@ -447,28 +398,19 @@ def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
         elif not is_here:
             LEDGER.count_upload("an index of the host", pinned=False, waits=True)
         elif index.dtype in (torch.bool, torch.uint8) and not _fills_one_value(args):
+            # The host needs the number of selected elements.
             LEDGER.count_wait("index with a mask")
 
 
 def _fills_one_value(args: Sequence[Any]) -> bool:
-    """Return whether a masked assignment writes a single value to all selected elements.
-
-    If so, the host need not wait to learn how many elements are selected.
-    """
+    """Return whether a masked assignment writes one value, so that the host need not wait."""
     return len(args) > 2 and isinstance(args[2], Tensor) and args[2].numel() == 1
 
 
 def _misplaced_tensors(
-    function: Any, args: Sequence[Any], given: Sequence[Tensor], indices: set[int]
+    function: Any, args: Sequence[Any], given: Sequence[Tensor], ids_of_indices: set[int]
 ) -> list[Tensor]:
-    """Return the host tensors that an operator does not accept next to device tensors.
-
-    Args:
-        function: The operator.
-        args: Arguments of the operator.
-        given: All tensors in its arguments and options.
-        indices: The `id` of each tensor that is used as an index. Such tensors may be on the host.
-    """
+    """Return the host tensors that an operator does not accept next to device tensors."""
     # These operators accept host tensors without axes.
     takes_scalars = torch.Tag.pointwise in function.tags or function._schema.name in _TAKES_SCALARS
     written = {
@@ -481,22 +423,14 @@ def _misplaced_tensors(
         tensor
         for tensor in given
         if place_of(tensor) not in _ON_DEVICE
-        and id(tensor) not in indices
+        and id(tensor) not in ids_of_indices
         and (id(tensor) in written or tensor.ndim > 0 or not takes_scalars)
     ]
 
 
-def _place_results(result: Any, sources: Sequence[Any], places: Sequence[Place]) -> None:
-    """Record the simulated memory of each new tensor in an operator's result.
-
-    Views are skipped, because they share the storage of an argument.
-
-    Args:
-        result: What the operator returned.
-        sources: Storages of the tensors in the operator's arguments.
-        places: Simulated memory of each of these tensors.
-    """
-    known = {id(storage) for storage in sources}
+def _place_results(result: Any, storages: Sequence[Any], places: Sequence[Place]) -> None:
+    """Record the simulated memory of an operator's results, except for views."""
+    known = {id(storage) for storage in storages}
     for tensor in tensors_in(result):
         storage = storage_of(tensor)
         if storage is None or id(storage) in known:
@@ -567,11 +501,7 @@ def _create(func: Callable, args: Arguments, options: Options, place: Place) -> 
 
 
 def _upload_values(args: Arguments, options: Options, place: Place) -> Any:
-    """If the first argument is a tensor, move it to `place` (host or device) and return it.
-
-    Otherwise, return None. If `place` is the device, the values, such as a list of numbers, are
-    counted as an upload.
-    """
+    """Move and return the first argument if it is a tensor. Otherwise count an upload."""
     if args and isinstance(args[0], Tensor):
         return move(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))
     if place is Place.DEVICE:
@@ -654,7 +584,7 @@ def _deepcopy(func: Callable, args: Arguments, options: Options) -> Tensor:
 
 
 def _draw(func: Callable, args: Arguments, options: Options) -> Tensor:
-    """Fill a tensor in place with random numbers. The generator must be on the tensor's device."""
+    """Fill a tensor with random numbers from a generator on the same device."""
     _check_generator(func, options, place_of(args[0]))
     return func(*args, **options)
 
@@ -668,10 +598,7 @@ def _one_hot(func: Callable, args: Arguments, options: Options) -> Tensor:
 
 
 def _backward(func: Callable, args: Arguments, options: Options) -> None:
-    """Run the backward pass with `TorchFunctions` enabled.
-
-    Python code that runs in it, such as checkpointed functions, then uses the simulated device too.
-    """
+    """Run the backward pass, including checkpointed functions, with `TorchFunctions` enabled."""
     del func
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args[1:], strict=False)) | options

@@ -49,10 +49,7 @@ class Generator(torch.Generator):
 
 
 class Stream:
-    """The only CUDA stream of the simulated device.
-
-    Each `synchronize` call is counted as a wait.
-    """
+    """The only CUDA stream of the simulated device."""
 
     def synchronize(self) -> None:
         LEDGER.count_wait("Stream.synchronize")
@@ -62,10 +59,7 @@ class Stream:
 
 
 class CudaEvent:
-    """A simulated CUDA event.
-
-    Its `synchronize` completes pending copies, but is not counted as a wait.
-    """
+    """A simulated CUDA event. Waiting for it is not counted."""
 
     def record(self, _: Any = None) -> None: ...
 
@@ -125,10 +119,7 @@ def patched_autocast(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def patched_autocast_query(query: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return a version of a query about autocast that answers for "cpu" if asked about "cuda".
-
-    The query takes a device type. An example is `torch.is_autocast_enabled`.
-    """
+    """Change a query such as `torch.is_autocast_enabled` to answer for "cpu", not "cuda"."""
     return lambda device="cuda": query("cpu" if device == "cuda" else device)
 
 
@@ -199,10 +190,7 @@ def patched_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patched_grouping(group: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of a torch function that groups tensors by simulated device and dtype.
-
-    The original function `group` would treat all tensors as CPU tensors.
-    """
+    """Return a version of a torch function that groups tensors by simulated device and dtype."""
 
     def grouped(tensors: Any, *options: Any) -> Any:
         groups = group(tensors, *options)
