@@ -14,6 +14,7 @@ import pytest
 from tests.support import type_checks
 
 # Tests neither read nor change the caches of the user. The workers of xdist inherit this folder.
+caches, main_process = None, os.getpid()
 if "PYTEST_XDIST_WORKER" not in os.environ:
     caches = tempfile.TemporaryDirectory(prefix="ssl-bench-caches-", ignore_cleanup_errors=True)
     # Listing the fonts takes seconds, so matplotlib keeps its own cache.
@@ -41,6 +42,9 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A process that a test forks may run pytest, too. It must leave the folder.
+    if caches is not None and os.getpid() == main_process:
+        config.add_cleanup(caches.cleanup)
     # The process that hands tests to the workers of xdist runs none. Its workers start sooner if
     # it does not import what the tests need. Coverage of imports is measured in this process.
     runs_tests = not config.getoption("numprocesses", None) or hasattr(config, "workerinput")
