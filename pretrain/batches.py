@@ -49,10 +49,10 @@ class BatchChunks(Dataset[Any]):
     """A dataset whose items are chunks: the crops of a whole micro-batch, or of a part of it.
 
     The processes of torchrun share each batch equally. A process divides its share into
-    micro-batches and averages their gradients.
+    micro-batches, averages their gradients, and then takes an optimizer step.
 
-    Item n is chunk n, counted from 0 in the order in which this process trains. Step s begins with
-    micro-batch s * `num_micro_batches`, and micro-batch m begins with chunk m * `num_chunks`. The
+    The item with index n is the n-th chunk that this process trains on in the run. With two
+    micro-batches in a step and three chunks in a micro-batch, items 0 to 5 belong to step 0. The
     crops of an image do not depend on the sizes of batches, micro-batches and chunks.
 
     An item is the return value of `cut`, except in two cases:

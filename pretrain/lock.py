@@ -38,8 +38,7 @@ def lock_folder(folder: Path) -> Generator[None]:
     At the end of the block, the lock file is deleted. The folder is deleted, too, if it is empty.
 
     Raises:
-        ConfigurationError: Another process has locked the folder. The message describes this
-            process.
+        ConfigurationError: Another process, which the message describes, has locked the folder.
         MachineError: The folder cannot be written.
     """
     try:

@@ -139,11 +139,10 @@ class StepReporter:
             self._require_learning(row)
 
     def _require_learning(self, row: Mapping[str, Any]) -> None:
-        """Raise a ConfigurationError if this row of the log reaches one of two limits.
+        """Raise a ConfigurationError if too many consecutive steps were unsuccessful.
 
-        The limits are `train.non_finite_patience` consecutive steps whose loss or gradient is not
-        finite, and `train.collapse_patience` consecutive steps after the warm-up in which the
-        objective reports that the run does not learn.
+        These are `train.non_finite_patience` steps whose loss or gradient is not finite, or
+        `train.collapse_patience` steps after the warm-up for which `diagnose` returns an error.
         """
         options = self._options
         if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):

@@ -83,7 +83,7 @@ class Monitor:
             which log `val_top1` in percent. With at least six classes, `val_top5` is the percentage
             of images whose class is among the five most likely classes. `val_loss` is the
             cross-entropy without label smoothing. The head is also evaluated after the last step.
-        results: Folder in which the last `val_top1` and `val_top5` are stored as result records,
+        results: Folder where the last `val_top1` and `val_top5` are stored as result records,
             the JSON files from which tables are made.
         neighbours: Number of training images that vote for the class of a validation image.
         temperature: A neighbour votes with the weight exp(cosine similarity / temperature).

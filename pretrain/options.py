@@ -206,9 +206,9 @@ class TrainOptions:
             It must exceed the time of an evaluation, because only rank 0 runs the monitor.
         non_finite_patience: Stop after this number of consecutive steps whose loss or gradient is
             not finite.
-        collapse_patience: Stop after this number of consecutive steps in which the objective
-            reports that the run does not learn, for example because of a collapsed teacher. Steps
-            of the warm-up do not count.
+        collapse_patience: Stop after this number of consecutive steps whose metrics show that the
+            run does not learn, for example because of a collapsed teacher. Steps of the warm-up do
+            not count.
         tensorboard: Also write the log for TensorBoard (extra `track`).
         wandb: Also send the log to this project of Weights & Biases (package `wandb`).
     """
@@ -268,7 +268,7 @@ class TrainOptions:
         )
 
     def resolve_batch_size(self, num_images: int) -> "TrainOptions":
-        """Return a copy of these options in which a batch size of None is replaced by the default.
+        """Return a copy of these options, where the default replaces a batch size of None.
 
         The default depends only on the number of images, so that a command gives the same results
         on every machine.

@@ -90,7 +90,7 @@ class Pretraining:
         return self.data.find_images()
 
     def resolve_batch_size(self, num_images: int) -> "Pretraining":
-        """Return a copy of this object in which a batch size of None is replaced by the default.
+        """Return a copy of this object, where the default replaces a batch size of None.
 
         Args:
             num_images: Number of training images.

@@ -44,7 +44,7 @@ FEW = (
 
 
 def compute_values(folder: Path) -> dict[str, Any]:
-    """Run all commands in a folder, and return the numbers that they compute, by name."""
+    """Run `pretrain` and `probe` commands in a folder, and return all computed numbers by name."""
     values: dict[str, Any] = {}
     photographs, runs = _save_photographs(folder / "photographs"), list[str]()
     for objective, options in OBJECTIVES.items():
@@ -79,7 +79,7 @@ def _run(*words: str) -> None:
 
 
 def _save_photographs(folder: Path) -> Path:
-    """Save crops of scikit-learn's two sample photographs, each as a class."""
+    """Save crops of scikit-learn's two sample photographs, with one class for each photograph."""
     for number, pixels in enumerate(load_sample_images().images):
         parent = folder / f"class{number}"
         parent.mkdir(parents=True)

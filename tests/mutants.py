@@ -99,7 +99,7 @@ def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None
 
 
 def find_failure(tree: Path, tests: Sequence[str]) -> str:
-    """Run tests, and return the first failed test or another reason for failure, or ""."""
+    """Run tests, and return the first failed test or another reason for failure, or "" if none."""
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=run_pytest, args=(tree, tests, sender))
     process.start()
@@ -124,7 +124,7 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def check_mutant(mutant: Mutant, original: Path, passing: set[str]) -> str:
-    """Run the tests of a bug in a copy of the checkout, and return the outcome as text."""
+    """Run a bug's tests in a copy of the checkout that contains it, and return the outcome."""
     tree = original.with_name(mutant.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
     try:

@@ -36,8 +36,8 @@ class AugmentationParams:
     Attributes:
         flip: Whether a view is flipped horizontally.
         jitter: Whether colour jitter is applied.
-        order: Numbers of the four colour jitters in the order in which they are applied:
-            BRIGHTNESS = 0, CONTRAST = 1, SATURATION = 2, HUE = 3.
+        order: Numbers of the four colour jitters (BRIGHTNESS = 0, CONTRAST = 1, SATURATION = 2,
+            HUE = 3). The first one is applied first.
         factors: Strength of each jitter, in the order BRIGHTNESS, CONTRAST, SATURATION, HUE. A view
             does not change with 0 for HUE and 1 for the other jitters.
         grey: Whether a view is converted to grey.
@@ -163,7 +163,7 @@ def apply_jitters(
         images: Images with values in [0, 1].
         wanted: Whether each view is changed.
         order: Numbers of the jitters (BRIGHTNESS = 0, CONTRAST = 1, SATURATION = 2, HUE = 3) for
-            each view, in the order in which they are applied. HUE may be left out.
+            each view. The first one is applied first. HUE may be left out.
         factors: Strength of the jitters. 0 for HUE, or 1 for another jitter, changes nothing.
     """
     for kind, factor in zip(order.T, factors.gather(1, order).T, strict=True):

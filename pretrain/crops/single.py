@@ -58,10 +58,9 @@ _POSTERIZE = "PosterizeIncreasing"
 
 
 def _make_signed_operation(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
-    """Return a function that computes an argument of a RandAugment operation, and True.
+    """Return the table entry of a RandAugment operation that may get a negative level.
 
-    The argument is center + largest * level, with a level in [0, 1]. True means that the level is
-    negated with probability 0.5.
+    The entry is a function that returns the argument center + largest * level, and the value True.
     """
     return lambda level: center + largest * level, True
 
@@ -115,7 +114,7 @@ class LabelledCrops:
     Attributes:
         pixels: One crop of each image.
         labels: Class of each image.
-        order: Order in which brightness (0), contrast (1) and saturation (2) are jittered.
+        order: Order of the jitters of brightness (0), contrast (1) and saturation (2).
         factors: Strength of the three jitters: brightness, contrast and saturation.
         cutout: Top, bottom, left and right edge of the square that Cutout fills.
         erased: Top, bottom, left and right edge of the rectangle that random erasing fills with
@@ -215,12 +214,12 @@ class SingleCrop(ViewMaker):
         )
 
     def draw_operations(self, generator: np.random.Generator) -> list[Operation]:
-        """Draw the RandAugment operations for one crop, in the order in which they are applied.
+        """Draw the RandAugment operations for one crop, in the order of their application.
 
         `num_ops` operations are drawn from all operations. Each of them is kept with probability
         0.5. Magnitudes below 0 become 0, and magnitudes above 10 become 10.
 
-        Source: RandAugment, https://arxiv.org/abs/1909.13719, as in timm 1.0.31,
+        Source: RandAugment, https://arxiv.org/abs/1909.13719, like timm 1.0.31,
         timm/data/auto_augment.py. The defaults are timm's "rand-m9-mstd0.5-inc1" with bicubic
         interpolation. Bicubic interpolation is used by
         https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/main.py
@@ -244,7 +243,7 @@ class SingleCrop(ViewMaker):
         The crops are squares with a side length of `size` pixels.
 
         Source: mixup, https://arxiv.org/abs/1710.09412, and CutMix,
-        https://arxiv.org/abs/1905.04899, as in timm 1.0.31, timm/data/mixup.py, `Mixup` in mode
+        https://arxiv.org/abs/1905.04899, like timm 1.0.31, timm/data/mixup.py, `Mixup` in mode
         "batch". DeiT, MAE and Xu et al. (2024) used timm 0.3 to 0.6. In these versions, boxes with
         an odd side length are one pixel smaller.
         """
@@ -372,7 +371,7 @@ def draw_rectangle(generator: np.random.Generator, size: int, probability: float
     pixels. The ratio height / width is between 0.3 and 3.33. Nothing is erased with probability
     1 - `probability`, or if none of ten random sizes fits into the image.
 
-    Source: random erasing, https://arxiv.org/abs/1708.04896, as in timm 1.0.31,
+    Source: random erasing, https://arxiv.org/abs/1708.04896, like timm 1.0.31,
     timm/data/random_erasing.py. Areas and ratios are the default values of `RandomErasing`.
     """
     if generator.random() < probability:

@@ -47,10 +47,10 @@ class Dino(Objective):
             need 8,192 or fewer.
         norm_last_layer: Whether all prototypes are kept L2-normalised. Training is then more
             stable, but the encoder is slightly less accurate.
-        freeze_last_layer_epochs: Number of epochs at the start of the run in which the last layer
-            of the head is not trained. The default is 1 epoch, but at most a tenth of the run.
-        teacher_temperature_epochs: Number of epochs in which the temperature of the teacher rises.
-            The default is 30 epochs, but at most three tenths of the run.
+        freeze_last_layer_epochs: Number of epochs at the start of the run before the last layer of
+            the head is trained. The default is 1 epoch, but at most a tenth of the run.
+        teacher_temperature_epochs: Number of epochs until the rising temperature of the teacher is
+            constant. The default is 30 epochs, but at most three tenths of the run.
         momentum: Momentum of the teacher at the first step, from which it rises to 1. Use 0.9995
             for ImageNet with a batch of 256, and 0.99 or less for a few thousand steps.
 

@@ -129,7 +129,7 @@ def parameter_groups(
             https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
         tokens: `no_weight_decay` of
             https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/models_v2.py
-        layers: BEiT, https://arxiv.org/abs/2106.08254, as in `param_groups_lrd` of
+        layers: BEiT, https://arxiv.org/abs/2106.08254, like `param_groups_lrd` of
             https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/util/lr_decay.py
     """
     named = [(name, value) for name, value in named_parameters if value.requires_grad]

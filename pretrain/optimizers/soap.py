@@ -140,8 +140,8 @@ class SOAP(torch.optim.Optimizer):
     def _count_step(self, stacks: Sequence["Stack"]) -> "Factors":
         """Increase the step counts of the parameters, and return the scalar factors of this step.
 
-        If the attribute `found_inf` is 1, also count the step as skipped. Parameters with their
-        first gradient are excepted, because this step does not update them anyway.
+        If the attribute `found_inf` is 1, also count the step as skipped, except for parameters
+        with their first gradient.
         """
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)

@@ -52,7 +52,7 @@ def measure(words: Sequence[str]) -> tuple[float, float]:
 
 
 def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
-    """Measure a probe on VOC2012, or on a generated dataset if VOC2012 lacks its annotations."""
+    """Return the run time and memory of a probe on VOC2012, or on toy images as a fallback."""
     for dataset in ("voc2012", *(name for name in choices("dataset") if name.startswith("toy"))):
         words = ["probe", "--task", task, "--checkpoint", "demo:skip", "--dataset", dataset]
         words += ["--limit", str(limit), "--device", "cpu"]

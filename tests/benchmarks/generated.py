@@ -33,7 +33,7 @@ def _json(root: Path, name: str) -> Any:
 
 
 def _by(module: str, name: str, function: str = "page") -> Generator:
-    """Return a function that generates a page from the measurements in a JSON file."""
+    """Return a function that passes a JSON file's data to a function of a benchmark module."""
     return lambda root: getattr(import_module(f"tests.benchmarks.{module}"), function)(
         _json(root, name)
     )

@@ -52,7 +52,7 @@ def save_entry(name: str, /, **values: Any) -> None:
 
 @contextmanager
 def save_errors(name: str) -> Any:
-    """Save an exception as an entry of the report instead of raising it."""
+    """Inside a `with` block, save an exception as an entry of the report instead of raising it."""
     try:
         if CUDA:
             torch.cuda.empty_cache()
@@ -85,7 +85,7 @@ def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> 
 
 
 def kernels(work: Callable[[], Any], count: int) -> list[list[Any]]:
-    """Return [milliseconds, launches, name] of all kernels together and of the `count` slowest."""
+    """Return rows [ms, launches, name] of all kernels together and of the `count` slowest."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
         work()

@@ -40,7 +40,7 @@ RUNS = (
 
 
 def run(data: Path, out: Path, uri: str) -> None:
-    """Run all probes with one encoder in float32, float16 and bfloat16."""
+    """Run all probes on the encoder at `uri` in float32, float16 and bfloat16."""
     for tasks, dataset, folder, flags in RUNS:
         for precision in PRECISIONS:
             words = ["probe", "--task", tasks, "--dataset", dataset, "--checkpoint", uri, *flags]

@@ -26,7 +26,7 @@ from ssl_bench.models.vit import Attention, Block
 
 
 class PlainDino:
-    """DINO training as in the official code, with the initial weights of our `DinoLearner`."""
+    """DINO training that follows the official code and starts from a `DinoLearner`'s weights."""
 
     def __init__(self, learner: DinoLearner, device: torch.device, *, fused_attention: bool):
         self.options: Dino = learner.options
@@ -39,7 +39,7 @@ class PlainDino:
         self.device = device
 
     def step(self, crops: Sequence[Tensor], rates: dict[str, float], clip: float) -> float:
-        """Take a training step on one batch per view, large crops first, and return the loss."""
+        """Take a training step on batches of crops, the large crops first, and return the loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = rates["lr"]
         self.optimizer.param_groups[0]["weight_decay"] = rates["weight_decay"]

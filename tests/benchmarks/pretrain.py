@@ -112,7 +112,7 @@ class Candidate:
         return milliseconds(work, self.device) / steps
 
     def peak(self) -> float:
-        """Return the peak memory of a training step in MiB, with weights and optimizer state."""
+        """Return the peak memory of a step in MiB, including weights and optimizer state."""
         state = [t for t in tree_leaves([*self.optimizer.state.values()]) if isinstance(t, Tensor)]
         weights = [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
         storages = [t.untyped_storage() for t in (*weights, *state)]
@@ -148,7 +148,7 @@ def build_plain_candidate(
 
 
 def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
-    """Measure training loops of plain PyTorch and of this suite, and return a table row each."""
+    """Measure each training loop `turns` times, and return a table row for each."""
     groups = setting.groups()
     adamw, trainer = build_suite_candidate(setting, AdamW(), groups)
     soap, _ = build_suite_candidate(setting, SOAP_RECIPE, groups)

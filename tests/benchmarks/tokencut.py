@@ -41,7 +41,7 @@ TAU, EPS = 0.2, 1e-5
 
 
 def reference(features: np.ndarray) -> np.ndarray:
-    """Compute the second eigenvector of the graph of tokens as TokenCut's authors do."""
+    """Compute TokenCut's second eigenvector from token features with SciPy, like its authors."""
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
     edges = unit @ unit.T > TAU
     weights = np.where(edges.astype(float) == 0, EPS, edges)
@@ -55,7 +55,7 @@ def ours(features: np.ndarray) -> np.ndarray:
 
 
 def extract_features(num_tokens: int) -> list[np.ndarray]:
-    """Return the keys and the tokens of each block of a random ViT-S, for each photograph."""
+    """Return the keys and tokens of a random ViT for photographs with `num_tokens` patches."""
     rows, cols, patch, _ = SIZES[num_tokens]
     config = ViTConfig(image_size=14 * patch, patch_size=patch, depth=2)
     encoder = encoder_from_model(build_vit(config, seed=0), name="random ViT-S")

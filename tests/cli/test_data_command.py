@@ -34,7 +34,7 @@ def make_archive(root: Path, kind: str = "tar") -> bytes:
 
 @pytest.fixture
 def published(server, tmp_path, monkeypatch):
-    """Return a function that makes a local server offer an archive as the download of voc2012."""
+    """Return a function that serves an archive on a local server as the download of VOC2012."""
 
     def publish(content: bytes, kind: str = "tar", *, digest: bool = True) -> Path:
         found = server.publish(content, "md5")

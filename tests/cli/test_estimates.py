@@ -25,7 +25,6 @@ def workdir(tmp_path, monkeypatch) -> None:
 
 
 def run_knn(limit: int, *words: str, seconds: float, device: str = "cpu: one") -> None:
-    """Run k-NN on `limit` images of each split, and replace the times and device of its scores."""
     store = ResultStore(Path("results"))
     known = [record.digest for record in store.records()] if store.root.exists() else []
     assert main(["probe", *KNN, "--limit", str(limit), *words]) == 0
@@ -37,7 +36,6 @@ def run_knn(limit: int, *words: str, seconds: float, device: str = "cpu: one") -
 
 
 def plan(capsys, *words: str) -> tuple[list[float | None], list[str]]:
-    """Return the estimated seconds of a sweep's jobs, and the lines of a probe's plan."""
     capsys.readouterr()
     assert main(["sweep", *words, "--dry-run", "--json"]) == 0
     seconds = [job["estimated_seconds"] for job in json.loads(capsys.readouterr().out)["jobs"]]

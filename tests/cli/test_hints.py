@@ -133,7 +133,7 @@ def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def read_word(node: ast.expr) -> str:
-    """Return the text of a string in the code, with Python expressions as <expression>."""
+    """Return the text of a string literal, with each Python expression in angle brackets."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -201,7 +201,6 @@ def is_accepted(words: Sequence[str]) -> bool:
 
 @cache
 def is_composed(root: str, settings: tuple[str, ...]) -> bool:
-    """Return whether settings are valid for at least one choice of probe, dataset or model."""
     keys = {setting.partition("=")[0] for setting in settings}
     groups = {key.partition(".")[0] for key in keys}
     # Choices in the groups of the keys come first, because they usually suffice.
@@ -213,7 +212,7 @@ def is_composed(root: str, settings: tuple[str, ...]) -> bool:
 
 @cache
 def component_choices(root: str) -> list[tuple[str, ...]]:
-    """Return choices of components whose configurations together contain every config key."""
+    # Together, the configurations of these choices contain every config key.
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")
         return [(f"{group}={name}",) for group in groups for name in choices(group)]
@@ -288,7 +287,7 @@ ADVICE = re.compile(
 
 
 def find_advice(path: Path) -> Iterator[str]:
-    """Yield the location of each error that gives advice in its message instead of as `hint`."""
+    """Yield the location of each error whose message gives advice that belongs in its `hint`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if (
             isinstance(node, ast.Call)

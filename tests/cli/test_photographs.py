@@ -45,7 +45,6 @@ def save_rotated(path: Path, orientation: int) -> None:
 
 
 def rows_by_log() -> dict[str, dict[str, dict]]:
-    """Return {log: {image: entry}} of all object-discovery logs, without their headers."""
     logs = Path("results/pictures").glob("*/*/*/*/images_*.jsonl")
     lines = {str(log): log.read_text().splitlines()[1:] for log in logs}
     return {log: {json.loads(x)["image"]: json.loads(x) for x in own} for log, own in lines.items()}

@@ -278,7 +278,6 @@ def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
 
 
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
-    """Create the folder of a made-up training run with the given progress."""
     folder.mkdir(parents=True)
     header = json.dumps({"__metadata__": {"step": str(step), "epoch": f"{epoch:.2f}"}}).encode()
     (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -308,8 +307,6 @@ def test_the_state_of_a_damaged_run_is_unknown(tmp_path, train):
 
 
 def simulate_steps(plan: Plan, errors_of_unfinished_runs) -> dict[str, tuple[str, int]]:
-    """Return the state and exit code of each step of a plan, without training or probing."""
-
     def execute(line) -> int:
         name = Path(line[line.index("--out") + 1]).name
         if line[0] == "pretrain":
@@ -373,7 +370,7 @@ TINY_COPYING = (
 
 @pytest.fixture
 def reproduced(tmp_path, monkeypatch, capsys):
-    """Return a function that runs `reproduce --run` and returns our scores by table row."""
+    """Return a function that runs `reproduce --run` and returns {table row: our scores}."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *words: str, rows: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -393,7 +390,7 @@ def reproduced(tmp_path, monkeypatch, capsys):
 
 
 def six_classes(name: str) -> str:
-    """Save images of six classes, because top-5 accuracy needs more than five classes."""
+    # Top-5 accuracy needs more than five classes.
     for number, (split, kind, image) in enumerate(product(("train", "val"), "abcdef", "12")):
         path = Path(name, split, kind, f"{image}.png")
         path.parent.mkdir(parents=True, exist_ok=True)

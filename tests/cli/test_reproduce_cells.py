@@ -118,7 +118,6 @@ def save_records(
     out: Path, address: str | Path, task: str, dataset: str, cells: Sequence[tuple[int, str, str]],
     **more: Any,
 ) -> None:  # fmt: skip
-    """Save a made-up score for each (block, facet, metric) in `cells`."""
     store = ResultStore(out)
     identity = identify(str(address)).identity()
     for layer, facet, metric in cells:
@@ -152,7 +151,7 @@ def identify(address: str) -> Any:
 
 
 def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
-    """Return the table cells of `reproduce --run`, with training and probing replaced."""
+    """Run `reproduce --run` without training or probing, and return its table cells."""
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", identify)
     monkeypatch.setattr(reproduce_command, "default_format", lambda: "json")

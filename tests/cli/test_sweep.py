@@ -378,7 +378,7 @@ def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
 
 @pytest.fixture
 def cluster(workdir, monkeypatch) -> Path:
-    """Simulate a SLURM cluster, and return the path of the submitted script that it saves."""
+    """Simulate a SLURM cluster, and return the path to which it saves a submitted script."""
     replace_commands(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
     monkeypatch.setenv("KEPT", str(workdir / "submitted.sh"))
     return workdir / "submitted.sh"
@@ -473,7 +473,7 @@ SLURM_JOB = {
 
 @pytest.fixture
 def allocation(tmp_path, monkeypatch) -> Path:
-    """Simulate the inside of a SLURM job, and return the current folder."""
+    """Replace SLURM's programs, set the variables of a job, and return the current folder."""
     monkeypatch.chdir(tmp_path)
     scontrol = 'case "$1" in show) echo node7; echo node8 ;; *) echo "$*" >> said ;; esac'
     srun = "printf '%s\\0' threads=$OMP_NUM_THREADS \"$@\" > started"

@@ -134,7 +134,6 @@ CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 
 @pytest.fixture(params=["AVX512", "AVX2"])
 def processor(request, monkeypatch):
-    """Make torch report a CPU with AVX-512 or AVX2, while the real CPU computes."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     return request.param
 
@@ -201,7 +200,7 @@ def test_products_equal_torch_in_the_precision_of_the_cpu(product, processor):
 
 
 def gradients(*contexts):
-    """Return the gradients of a small encoder whose forward pass runs in `contexts`."""
+    """Return the gradients of a small encoder whose forward pass runs inside context managers."""
     config = ViTConfig(image_size=16, patch_size=8, dim=64, depth=3, num_heads=2)
     module, images = build_vit(config, seed=0), noise(4, 3, 16, 16)
     with ExitStack() as entered:

@@ -28,7 +28,6 @@ RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.
 
 @cache
 def experiment(name, *overrides) -> Pretraining:
-    """Return the configuration of a paper's training run, with config overrides."""
     run = RUNS[name]
     changes = (f"{key}={json.dumps(value)}" for key, value in run.changes.items())
     # `experiment=NAME` gives the same configuration, but composing it takes longer.

@@ -311,7 +311,6 @@ def test_invalid_layers_are_refused(layers):
 
 @pytest.fixture
 def limited_encoder():
-    """Yield an encoder that fails for more than two images, and a list of its batch sizes."""
     encoder, batch_sizes = ours(), []
 
     def refuse(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:

@@ -105,15 +105,11 @@ def test_range_ends_are_legal_and_named_in_the_message(kind, legal, words):
 
 @dataclass
 class Inner:
-    """A component with a numeric field that has no range of legal values."""
-
     rate: float = 0.5
 
 
 @dataclass(frozen=True)
 class Outer:
-    """A component with all kinds of fields that can hold numbers."""
-
     one: float = 0.5
     ranged: Positive = 0.5
     some: Sequence[Rate] = (0.5,)

@@ -27,7 +27,7 @@ QUICK += ["probe.fit_patches=60", "probe.num_restarts=1", "probe.panels=0", "pro
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Create an encoder with patches of 72 pixels, which divide no preset's image size."""
+    # The image size of no preset is a multiple of the patch size, 72 pixels.
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "a.safetensors", config=ViTConfig(144, 72, 12, 2, 2))
     return tmp_path

@@ -109,7 +109,7 @@ def test_single_or_identical_images_have_no_interval():
 
 
 def population(classes, images=1500):
-    """Return counts like `some_counts`, but of images with few and mostly rare classes."""
+    """Return counts like `some_counts` for images with few classes, most of them rare."""
     random = np.random.default_rng(classes)
     shown = random.random((images, classes)) < 0.6 / np.arange(1, classes + 1)
     shown[:, 0] |= ~shown.any(1)
@@ -151,7 +151,7 @@ def test_a_bootstrap_interval_is_symmetric_in_the_log_odds():
 
 
 def boxes(images=2000):
-    """Return random box counts of shape [images, 4, 2], in the format of object discovery."""
+    """Return random counts of true and predicted boxes, with the shape [images, 4, 2]."""
     random = np.random.default_rng(1)
     counts = np.zeros((images, 4, 2), np.int64)
     # Row 0 counts the true boxes. Rows 1 to 3 count a predicted box, and if it is correct.

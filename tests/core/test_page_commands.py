@@ -41,8 +41,6 @@ OURS = {
 
 @dataclass(frozen=True)
 class Parsed:
-    """A parsed command line."""
-
     command: str
     options: argparse.Namespace
     overrides: Any  # For `probe` and `sweep`, a `ProbeRequest` that contains the overrides.

@@ -81,7 +81,7 @@ def few_scenes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prepared(few_scenes, tmp_path_factory) -> Path:
-    """Create the files that commands of the pages need, and scores of two encoders."""
+    """Create the files that commands in the documentation need, and scores of two encoders."""
     folder = tmp_path_factory.mktemp("prepared")
     create_inputs(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +123,7 @@ def run_command(shown: PageCommand, folder: Path) -> str:
 
 
 def copy_records(words: list[str]) -> None:
-    """Copy scores to the results folder of a `table`, `compare` or `report` command."""
+    """Copy scores to the folder from which a `table`, `compare` or `report` command reads them."""
     out = Path(words[words.index("--out") + 1] if "--out" in words else "results")
     if words[0] in ("table", "compare", "report") and not (out / "records").exists():
         committed = ROOT / out / "records.parquet"
@@ -197,7 +197,6 @@ def with_sizes(words: Sequence[str]) -> list[str]:
 
 @cache
 def compose(choice: tuple[str, ...], given: tuple[str, ...]) -> dict[str, Any]:
-    """Return the configuration of `choice`, with the settings `given` if they are valid."""
     try:
         return compose_config("probing", [*choice, *given])
     except ConfigurationError:

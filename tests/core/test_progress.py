@@ -118,8 +118,6 @@ def test_commands_show_a_bar_on_a_terminal_only(tmp_path, monkeypatch, capfd):
 
 
 def exit_code_of_say(seconds: int) -> int:
-    """Print a message in a process with a time limit, and return its exit code."""
-
     def work() -> None:
         signal.alarm(seconds)
         output.print_message("still here")

@@ -227,7 +227,6 @@ NEVER = {11, 25, 28, 29, 44, 65, 67, 68, 70, 82, 90}
 
 
 def write_stuff(root: Path, name: str, mask: list[list[int]], maps: str = "stuffthingmaps") -> None:
-    """Write a training image of COCO-Stuff and its mask, whose file is called `name`."""
     image_path = root / f"images/train2017/{name[:12]}.jpg"
     mask_path = root / maps / f"train2017/{name}.png"
     for path in (image_path, mask_path):
@@ -239,7 +238,7 @@ def write_stuff(root: Path, name: str, mask: list[list[int]], maps: str = "stuff
 
 @pytest.fixture
 def stuff(tmp_path: Path) -> Path:
-    """Create four images of COCO-Stuff with class ids next to gaps in the published ids."""
+    # These class ids are next to gaps in the published ids.
     for number in range(1, 5):
         write_stuff(tmp_path, f"{number:012d}", [[0, 10, 12], [255, 91, 181]])
     return tmp_path

@@ -52,8 +52,6 @@ def mask(number: int) -> np.ndarray:
 
 
 class Items(torch.utils.data.Dataset):
-    """A PyTorch dataset of noise images that are numbered from `first` on."""
-
     classes = CLASSES
 
     def __init__(self, first: int, count: int, *, target: Any = None, image: Any = None):

@@ -44,7 +44,7 @@ def holidays(tmp_path: Path) -> Path:
 
 
 def ground_truth(**changes: Any) -> dict[str, Any]:
-    """Return a ground-truth file of revisited Oxford, with `changes` to its query."""
+    """Return the content of a ground-truth file of revisited Oxford, with changes to its query."""
     found = {"easy": EASY, "hard": np.array(HARD), "junk": JUNK, "bbx": [0.0, 1.0, 2.0, 3.0]}
     return {"imlist": [*"abcd"], "qimlist": ["q"], "gnd": [{**found, **changes}]}
 

@@ -15,7 +15,7 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def find(tmp_path: Path):
-    """Return a function that creates image files and returns the ids of the listed ones."""
+    """Return a function that creates image files, reads a list of images, and returns their ids."""
 
     def find(lines: list[str], *names: str, suffix: str = ".jpg") -> list[str]:
         for name in names:

@@ -30,7 +30,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture
 def few_photographs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save time in tests that do not check what the generated scenes show."""
+    """Limit toy scenes to one background and three textures, to save time."""
     monkeypatch.setattr(toy_scenes, "BACKGROUNDS", toy_scenes.BACKGROUNDS[:1])
     monkeypatch.setattr(toy_scenes, "TEXTURES", dict(list(toy_scenes.TEXTURES.items())[:3]))
 

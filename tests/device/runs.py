@@ -94,7 +94,7 @@ NOT_ON_MPS = frozenset(
 def scores(
     data: Mapping[str, Path], task: str, dataset: str, *more: str, device: str
 ) -> dict[tuple[int, str, str], float]:
-    """Return the value of each (block, facet, metric) that a probe computes on a device."""
+    """Run a probe on a device, and return the value of each of its scores."""
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(data[dataset])]
     arguments += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]
     assert main([*arguments, *more]) == 0

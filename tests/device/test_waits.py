@@ -41,7 +41,6 @@ class Unit(NamedTuple):
 
 
 def step_of(objective: str, *options: str) -> Unit:
-    """Return a training step of a pretraining objective, from reading images to logging."""
     arguments = tuple(pretraining(objective, "classes3", *options))
     return Unit(arguments, "train.max_steps=1", "train.max_steps=2", 1)
 
@@ -57,7 +56,6 @@ FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 
 
 def heads_step(*options: str, waits: int = 0) -> Unit:
-    """Return a training step of linear heads for three blocks and two learning rates."""
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
     return Unit((*SEGMENTATION, *options), few, many, 4, waits)
 

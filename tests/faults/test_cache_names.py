@@ -89,7 +89,7 @@ class Data:
 
 
 def context(folder: Path, facts: Facts) -> ProbeContext:
-    """Return all that a probe needs to run, with the properties in `facts` instead of defaults."""
+    """Return the inputs of a probe, with the values in `facts` instead of their defaults."""
 
     def select(*names: str) -> dict[str, Any]:
         return {name: facts[name] for name in names if name in facts}
@@ -131,7 +131,7 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that stops a probe after one score and returns a cached file's name."""
+    """Return a function that stops a probe after one score and returns its cached file's name."""
 
     def name(folder: Path, facts: Facts) -> str:
         usual = {"tier": "memory", "cache": str(folder), "image_size": 16, "holdout": 0.25}
@@ -154,7 +154,6 @@ def depth_heads(folder: Path, facts: Facts) -> str:
 
 
 def shared_features(folder: Path, facts: Facts) -> str:
-    """Run k-NN, and return the key under which later probes find its cached features."""
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))
     return str(next(iter(shared.features)))

@@ -147,7 +147,6 @@ def weights(name: str) -> Prepare:
 
 
 def foreign_weights(network: str, tensor: str) -> Fault:
-    """Return a test case with weights that can only be loaded if timm's model name is given."""
     words = (network, "timm's name of its architecture")
     return Fault(network, weights(tensor), "models weights.pth", 4, words, "ssl-bench models")
 
@@ -245,8 +244,6 @@ def list_absent_images(base: Path) -> None:
 
 
 def wrong_digests(name: str, line: str, word: str) -> Fault:
-    """Return a test case with a wrong line in the checksums that `data verify` reads."""
-
     def prepare(folder: Path) -> None:
         (folder / "photos/SHA256SUMS").write_text(f"{line}\n")
 
@@ -304,7 +301,6 @@ IMAGES = [
 
 
 def wrong_folder(dataset: str, task: str, tree: str, *, exists: bool) -> Fault:
-    """Return a test case with a dataset folder that is missing, or has other content."""
     command = f"probe --task {task} --dataset {dataset} --data-root elsewhere {ENCODER}"
     prepare = lambda folder: exists and (folder / "elsewhere/things").mkdir(parents=True)  # noqa: E731
     name = f"{'another' if exists else 'no'} folder for {dataset}"
@@ -333,8 +329,6 @@ LAYOUTS = [
 
 
 def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
-    """Return a function that creates VOC2012 and annotates its first image with one box."""
-
     def prepare(folder: Path) -> None:
         path = voc(folder) / "Annotations/t0.xml"
         names = ("xmin", "ymin", "xmax", "ymax")
@@ -446,7 +440,7 @@ ALL = "6 of 6 scored images"
 
 
 def repeat_an_image(dataset: str, how: str, folder: Path) -> None:
-    """Create a dataset that uses one image for both training and evaluation."""
+    """Create a dataset with a training image that is copied or linked to its validation images."""
     if dataset == "voc2012":
         base, names = voc(folder), ("JPEGImages/t1.jpg", "JPEGImages/v2.jpg")
     else:
@@ -516,7 +510,7 @@ CUTS: dict[str, Callable[[int], int]] = {
 
 
 def write_malicious_pickle(name: str, folder: Path, *, zipped: bool = True) -> None:
-    """Write a pickle whose code creates the file `mark`."""
+    """Write a pickle that creates the file `mark` when it is loaded."""
     (folder / name).parent.mkdir(exist_ok=True)
     pickled_mark(folder / name, folder / "mark", zipped=zipped)
 

@@ -58,7 +58,7 @@ CUT = 120_000
 
 @pytest.fixture
 def serve(server, monkeypatch):
-    """Return a function that lets a local server offer an archive as the download of coco_stuff."""
+    """Return a function that serves an archive on a local server as the download of COCO-Stuff."""
 
     def publish(content: bytes, name: str = "masks.zip"):
         server.publish(content)

@@ -72,7 +72,6 @@ WRONG = [
 
 
 def save_changed(store: ResultStore, record: Record, changes: dict | str) -> Path:
-    """Save a score, and then replace some fields of its file, or all of it, by `changes`."""
     path = store.save(record)
     content = json.loads(path.read_text())
     path.write_text(changes if isinstance(changes, str) else json.dumps(content | changes))
@@ -466,7 +465,7 @@ PICTURES = f"pictures/tokencut/toy/{get_figures_folder(build_record())}/referenc
 
 
 def report_of(root: Path) -> set[str]:
-    """Write a report, check that it has no secret, and return the names of its figures."""
+    """Write a report, check that no file has the secret, and return the names of figures."""
     assert main(["report", "--out", str(root)]) == 0
     names = files_of(root / "report")
     assert not [name for name in names if b"the secret" in (root / "report" / name).read_bytes()]

@@ -129,7 +129,7 @@ def test_any_damage_to_stored_features_is_found_before_training(tmp_path):
 
 @pytest.fixture
 def make_foreign(monkeypatch) -> Callable[[str, Path], None]:
-    """Return a function that changes a cached file so that it must not be trusted."""
+    """Return a function that replaces a cached file or changes its owner or permissions."""
 
     def replace_by_pipe(path: Path) -> None:
         path.unlink()

@@ -74,7 +74,7 @@ def conditioning_figures_are_texts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def complete_results(tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function that runs the probe of a task. Tests must not change its results."""
+    """Return a function that gives a task's results, which tests share and must not change."""
     found: dict[str, Path] = {}
 
     def results(task: str) -> Path:

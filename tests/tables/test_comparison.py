@@ -28,7 +28,6 @@ SINGLE = ("compare", "skip")
 
 
 def save(store, sha, layers, **changes):
-    """Save a score of each block, given its per-image values or None."""
     for layer, values in layers.items():
         name = {"a": "skip", "d": "skipless"}[sha]
         record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)

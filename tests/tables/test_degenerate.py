@@ -26,7 +26,6 @@ NUM_IMAGES = 40
 
 
 def make_records(sha: str, name: str, blocks: dict[int, tuple[int, float]]) -> list[Record]:
-    """Return made-up scores, given {block: (correct images, percentage of degenerate images)}."""
     record = replace(RECORD, checkpoint_sha256=sha * 64, model=name)
     return [
         replace(record, layer=layer, details={"degenerate_percent": percent}, **add_interval(

@@ -19,7 +19,6 @@ ROWS = {"a": "skip, soap", "d": "skipless, soap"}
 
 
 def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
-    """Return a published table with our scores of the encoders named by letters in `shas`."""
     encoders = {rows[sha]: make_encoder_id(sha) for sha in shas}
     published = load_published_table(name)
     return paper_table(published, store.records(), store, encoders=encoders, choice=choice)

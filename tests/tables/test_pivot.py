@@ -37,7 +37,6 @@ def choose(records, store, choice) -> ScoreEntry:
 
 
 def save(store, sha, layer, values, *, has_hits: bool = True, **changes: Any):
-    """Save a made-up score, which is the percentage of correct images in `values`."""
     fields: dict[str, Any] = {"num_images": len(values), "value": 100 * values.mean(), "ci95": None}
     encoder = {"checkpoint_sha256": sha * 64, "model": NAMES[sha]}
     record = replace(RECORD, layer=layer, **encoder, **fields, **changes)

@@ -20,7 +20,7 @@ OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
-    """Return the score on corrupted images that belongs to a score on clean images."""
+    """Return a made-up score on corrupted images, given the score `record` on clean images."""
     corruption = {"name": name, "severity": severity, "dataset": record.dataset}
     corruption["fingerprint"] = record.dataset_fingerprint
     return replace(
@@ -33,7 +33,6 @@ def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Recor
 
 
 def corrupted_blocks(*values: tuple[float, ...]) -> list[Record]:
-    """Return scores of each block on clean images, and on images with more and more snow."""
     records = []
     for layer, (clean, *others) in enumerate(values):
         first = replace(CLEAN, layer=layer, value=clean)

@@ -33,7 +33,7 @@ def print_table(capsys):
 
 
 def parse_markdown(text: str) -> dict[str, list[str]]:
-    """Return the cells of a Markdown table by the first cell of their row."""
+    """Return the rows of a Markdown table as {first cell: other cells}."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row[1:] for row in rows if row[0] != "---"}

@@ -124,7 +124,7 @@ a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 imag
 
 
 def _rates(runs: Runs) -> str:
-    """Return the lines of a table with the score of each variant at each learning rate."""
+    """Return Markdown table rows with the score of each training variant at each learning rate."""
     lines = []
     for name, experiment in EXPERIMENTS.items():
         for variant in (
@@ -154,7 +154,7 @@ shows a variant that was trained for that many epochs of all images. The others 
 
 
 def _patch_table(experiment: str, runs: Runs) -> str:
-    """Return a Markdown table of how similar the patches of an image become, block by block."""
+    """Return a Markdown table of how similar the patches of an image are in each block."""
     lines, blocks = [], range(0)
     for variant, options in EXPERIMENTS[experiment].model_options.items():
         first = first_run(experiment, variant, runs)

@@ -83,7 +83,7 @@ def rate_run(experiment: str, variant: str, rate: float) -> str:
 
 
 def rate_runs(experiment: str, variant: str) -> list[str]:
-    """Return the runs from which a variant's learning rate is chosen, unless it is the paper's."""
+    """Return the names of the runs that try learning rates, or [] if the paper states the rate."""
     options = EXPERIMENTS[experiment]
     rates = options.rates if options.chosen_by else ()
     return [rate_run(experiment, variant, rate) for rate in rates]
@@ -114,7 +114,7 @@ def names_of(experiment: str, variants: Collection[str]) -> list[str]:
 
 
 def reported_of(experiment: str, variants: Collection[str]) -> list[str]:
-    """Return the runs whose scores are reported, without those that only choose a learning rate."""
+    """Return the names of the runs whose scores are reported, one for each variant and seed."""
     trained = EXPERIMENTS[experiment].whole
     named = [variant for variant in variants if trained is None or variant in trained]
     return [

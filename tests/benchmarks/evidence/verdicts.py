@@ -31,7 +31,7 @@ Runs = Mapping[str, Run]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A mean or difference of scores in percent, with 95 % intervals over seeds and images."""
+    """A mean score or a difference of scores, with 95 % intervals over seeds and over images."""
 
     text: str
     value: float  # A percentage, unless `text` names another quantity.
@@ -73,7 +73,7 @@ class Contrast:
         return Measurement(self.text, fmean(values), compute_seed_interval(values), over_images)
 
     def _over_images(self, experiment: str, runs: Runs) -> Interval | None:
-        """Return the bootstrap interval over images, or None if results per image are missing."""
+        """Return a 95 % bootstrap interval over images, or None if it cannot be computed."""
         total, seeds = 0.0, EXPERIMENTS[experiment].seeds
         for variant, weight in self.weights.items():
             for seed in seeds:
@@ -110,7 +110,7 @@ class PositiveDifferences:
 
 @dataclass(frozen=True)
 class LowestScore:
-    """A rule for claims that one training variant, `last`, is clearly the worst of its group."""
+    """A rule for claims that a certain training variant has the lowest score in each group."""
 
     # For each group: the other variants, the one whose interval `last` must be below, and `last`.
     groups: Sequence[tuple[Sequence[str], str, str]]
@@ -139,7 +139,7 @@ class LowestScore:
 
 @dataclass(frozen=True)
 class SameBest:
-    """A rule for claims that the same option has the highest score in every group."""
+    """A rule for claims that the same option is best in every group, such as for each optimizer."""
 
     # For each group, such as an optimizer: the training variant with each option.
     groups: Sequence[Mapping[str, str]]
@@ -159,7 +159,7 @@ class SameBest:
 
 @dataclass(frozen=True)
 class AboveRandom:
-    """A rule for claims that training improves the k-NN accuracy of every block from `first` on."""
+    """A rule for claims that training improves the k-NN accuracy of all blocks from `first` on."""
 
     first: int
 
@@ -195,7 +195,7 @@ class MaxFileSize:
 
 @dataclass(frozen=True)
 class DistinctPatches:
-    """A rule for claims that the patches of an image stay different in at least one variant."""
+    """A rule for claims that patches of an image do not become equal in at least one variant."""
 
     plain: str  # The variant whose last loss must not be exceeded.
     merged: float  # Limit for the percentage of patches that nearly equal the mean patch.
@@ -232,7 +232,7 @@ class Claim:
     also_shown: Sequence[str] = ()  # Variants on the page that the claim does not compare.
 
     def published_text(self) -> str:
-        """Return the values that papers state and their tables, or else the paper's statement."""
+        """Return the published values and the names of their tables, or the paper's statement."""
         tables = {name: load_published_table(name) for name, _, _ in self.published}
         values = (f"{tables[name].values[row, column]:g}" for name, row, column in self.published)
         sources = dict.fromkeys(
@@ -293,7 +293,7 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
 
 
 def seeds_of(experiment: str, variant: str, runs: Runs, metric: str) -> list[float]:
-    """Return the final score of each seed of a variant, without runs that lack the metric."""
+    """Return the last value of `metric` in each run of a training variant that measured it."""
     reported = [runs[seed_run(experiment, variant, seed)] for seed in EXPERIMENTS[experiment].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
@@ -313,20 +313,20 @@ def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) ->
 
 
 def best_of_rates(experiment: str, variant: str, runs: Runs) -> float:
-    """Return the highest score that a variant reaches on held-out images with any learning rate."""
+    """Return the highest score of a training variant over all learning rates that were tried."""
     return max(
         runs[name][EXPERIMENTS[experiment].chosen_by][-1] for name in rate_runs(experiment, variant)
     )
 
 
 def first_run(experiment: str, variant: str, runs: Runs) -> Run:
-    """Return the run of a variant that was trained with only one learning rate."""
+    """Return the run of a training variant for which only one learning rate was tried."""
     (name,) = rate_runs(experiment, variant)
     return runs[name]
 
 
 def find_trainable_runs(experiment: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Return the runs whose last loss is at most that of `plain`, most different patches first."""
+    """Return the runs whose last loss is at most that of `plain`, by ascending patch similarity."""
     first = {
         variant: first_run(experiment, variant, runs)
         for variant in EXPERIMENTS[experiment].variants
