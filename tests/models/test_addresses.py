@@ -195,7 +195,6 @@ def empty_caches(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def published(server, monkeypatch, tmp_path) -> Callable[[str], bytes]:
-    """Return a function that serves DINO weights under a file name and returns the file's bytes."""
     config = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
     torch.save(build_vit(config, seed=0).state_dict(), tmp_path / "weights.pth")
 

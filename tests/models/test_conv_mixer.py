@@ -44,8 +44,7 @@ def images(count=2, height=16, width=24):
     return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
-def restated_maps(model: ConvMixer, image):
-    """Compute a ConvMixer's feature maps after each block, with loops."""
+def compute_maps_with_loops(model: ConvMixer, image):
     # Trockman, "Mimetic initialization" (2025), equations 2.1 to 2.3.
     weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
     config, pixels = model.config, image.double().numpy()
@@ -91,7 +90,7 @@ def test_output_and_features_follow_the_equations(skip):
     encoder = encoder_from_model(model, name="x", normalization=((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
     output = model(images())
     features = FeatureExtractor(encoder, layers=(0, 2), facets=("token", "token_normed"))(images())
-    states = [restated_maps(model, image) for image in images()]
+    states = [compute_maps_with_loops(model, image) for image in images()]
     expected = np.stack([maps[-1].mean((1, 2)) for maps in states])
     np.testing.assert_allclose(output.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
     for layer, facets in features.items():
@@ -120,8 +119,7 @@ def test_the_presets_are_conv_mixer_256_8(name, skip):
     assert plan.model == ConvMixerConfig(skip=skip)
 
 
-def restated_covariance(size, sigma):
-    """Compute the covariance of a random filter's pixels, one entry at a time."""
+def compute_covariance_with_loops(size, sigma):
     # Trockman, "Mimetic initialization" (2025), equation 3.10. The filter's centre is (0, 0).
     half = size // 2
     steps = range(-half, half + 1)
@@ -143,7 +141,7 @@ def restated_covariance(size, sigma):
 @pytest.mark.parametrize(("size", "sigma"), [(3, 0.4), (5, 1.0), (7, 1.9)])
 def test_the_root_squared_is_the_nearest_positive_semi_definite_matrix(size, sigma):
     covariance = filter_covariance(size, sigma)
-    expected = restated_covariance(size, sigma)
+    expected = compute_covariance_with_loops(size, sigma)
     torch.testing.assert_close(covariance, expected, rtol=0, atol=1e-15)
     root = positive_root(covariance)
     positive, added = root @ root, root @ root - covariance
@@ -161,7 +159,7 @@ def test_filters_get_wider_from_the_first_block_to_the_last():
     blocks = build_encoder(config, seed=0).blocks
     for block, sigma in zip(blocks, (0.08, 0.6275, 1.9), strict=True):
         filters = block.get_submodule("depthwise").get_parameter("weight").double().flatten(1)
-        root = positive_root(restated_covariance(7, sigma))
+        root = positive_root(compute_covariance_with_loops(7, sigma))
         shares = filters.square().mean(0) / (root @ root).diagonal()
         assert shares[24].item() == pytest.approx(1, abs=0.25)  # the middle pixel
         assert filters.square().sum(1).mean().item() == pytest.approx(

@@ -35,7 +35,7 @@ WIDE, TALL, SEVERAL = (1, 5, 9), (1, 9, 5), (3, 4, 7)
 
 
 def matrix_of(*values: float, rows: int = 7, cols: int = DIM) -> Tensor:
-    """Return one image's tokens as a random matrix with the given singular values."""
+    """Return a random matrix of shape [1, rows, cols] with the singular values `values`."""
     left, right = (torch.linalg.qr(normal(n, len(values), seed=n)).Q for n in (rows, cols))
     return ((left * torch.tensor(values, dtype=torch.float64)) @ right.T)[None]
 

@@ -142,7 +142,7 @@ def test_a_folder_that_lacks_files_is_refused_with_their_names(tmp_path):
 
 
 def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
-    """Write a model folder as `timm.models.save_for_hf` does. Return it and the model."""
+    """Save a timm model as `save_for_hf` of timm does, with `config` added to its config file."""
     torch.manual_seed(1)
     arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
     model: Any = timm.create_model(
@@ -351,7 +351,7 @@ def official_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dinov3_folder(root: Path, model: nn.Module, **config: object) -> str:
-    """Write a DINOv3 model as transformers' `save_pretrained` does. Return its address."""
+    """Save a DINOv3 model as transformers' `save_pretrained` does, and return its address."""
     weights = {}
     for name, value in rename_weights(official_weights(model), TO_TRANSFORMERS).items():
         if "qkv" in name and "bias_mask" not in name:

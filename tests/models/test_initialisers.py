@@ -30,8 +30,8 @@ def truncate_rank(matrix: Tensor, rank: int) -> Tensor:
     return left[:, :rank] @ torch.diag(scales[:rank]) @ right[:rank]
 
 
-def draw_noise(seed: int, count: int) -> list[Tensor]:
-    """Draw random matrices, which the papers on initialisers call Z."""
+def draw_matrices(seed: int, count: int) -> list[Tensor]:
+    """Return `count` random square matrices, which the initialisers' papers call Z."""
     generator = seeded(seed)
     return [
         torch.randn(DIM, DIM, generator=generator, dtype=torch.float64) / DIM**0.5
@@ -49,7 +49,7 @@ def draw_noise(seed: int, count: int) -> list[Tensor]:
 )
 def test_query_times_key_is_a_truncated_noisy_identity_per_head(initialiser, alpha, beta):
     weights = initialiser.attention(DIM, HEADS, seeded(5))
-    for index, noise in enumerate(draw_noise(5, HEADS)):
+    for index, noise in enumerate(draw_matrices(5, HEADS)):
         product = columns_of_head(weights.query, index) @ columns_of_head(weights.key, index).T
         expected = truncate_rank(alpha * noise + beta * IDENTITY, HEAD_DIM)
         torch.testing.assert_close(product, expected, rtol=0, atol=1e-12)
@@ -112,7 +112,7 @@ def test_uniform_noise_is_bounded_with_the_variance_of_normal_noise():
 
 def test_mimetic_value_times_output_is_noise_minus_identity():
     weights = MimeticInit().attention(DIM, HEADS, seeded(5))
-    noise = draw_noise(5, HEADS + 1)[-1]
+    noise = draw_matrices(5, HEADS + 1)[-1]
     expected = 0.4 * noise - 0.4 * IDENTITY
     torch.testing.assert_close(weights.value @ weights.output, expected, rtol=0, atol=1e-12)
     gram = weights.value.T @ weights.value, weights.output @ weights.output.T

@@ -53,7 +53,7 @@ def encoder():
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Create files for example addresses of all loaders, and change to their folder."""
+    """Change to a new folder with the files to which the loaders' example addresses refer."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     for name in ("last", "epoch0200"):
         encoder_file(folder / f"runs/skip/{name}.safetensors")

@@ -107,9 +107,9 @@ def embed(m: Any, images: Tensor, *, resized: bool) -> Tensor:
 
 
 def transformers(
-    kind: Callable[[nn.Module], Part], activation: nn.Module | None = None, depth: int = DEPTH
+    make_layer: Callable[[nn.Module], Part], activation: nn.Module | None = None, depth: int = DEPTH
 ) -> Part:
-    """Return a random model with the structure of ViTModel or Dinov2Model in transformers."""
+    """Return a random model like ViTModel or Dinov2Model, with layers from `make_layer`."""
 
     def layers(m: Any, x: Tensor) -> Tensor:
         for layer in m.layer:
@@ -117,7 +117,7 @@ def transformers(
         return x
 
     embeddings = Part(
-        lambda m, x: embed(m, x, resized=kind is dinov2_layer),
+        lambda m, x: embed(m, x, resized=make_layer is dinov2_layer),
         cls_token=nn.Parameter(torch.randn(1, 1, DIM)),
         position_embeddings=nn.Parameter(torch.randn(1, 1 + GRID**2, DIM)),
         patch_embeddings=Part(
@@ -125,12 +125,12 @@ def transformers(
             projection=nn.Conv2d(3, DIM, PATCH, PATCH),
         ),
     )
-    stack = nn.ModuleList(kind(activation or nn.GELU()) for _ in range(depth))
+    stack = nn.ModuleList(make_layer(activation or nn.GELU()) for _ in range(depth))
     return Part(
         lambda m, x: m.layernorm(m.encoder(m.embeddings(x))),
         embeddings=embeddings,
         encoder=Part(layers, layer=stack),
-        layernorm=nn.LayerNorm(DIM, eps=1e-5 if kind is vit_layer else 1e-6),
+        layernorm=nn.LayerNorm(DIM, eps=1e-5 if make_layer is vit_layer else 1e-6),
     )
 
 

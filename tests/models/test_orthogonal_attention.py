@@ -41,10 +41,10 @@ def tokens(count: int, *, batch: int = 2, scale: float = 3.0) -> Tensor:
     return scale * normal(batch, count, DIM, seed=1)
 
 
-def compute_by_hand(
+def compute_matrices(
     attention: OrthogonalAttention, x: Tensor, head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the matrices S, [Q, K] and V of one head for one image."""
+    """Return the skew-symmetric matrix S, [Q, K] and V of one attention head for one image."""
     # S is the skew-symmetric matrix in equation 5 of "Orthogonal Self-Attention"
     # by Zhang and Martens.
     query, key, value = attention.qkv.weight.T.chunk(3, dim=1)
@@ -55,11 +55,11 @@ def compute_by_hand(
 
 
 def attend_naively(attention: OrthogonalAttention, x: Tensor) -> Tensor:
-    """Compute orthogonal attention with the matrix exponential of the full matrix S."""
+    """Compute orthogonal attention from its definition, with `torch.linalg.matrix_exp`."""
     # Equations 4 and 5 of "Orthogonal Self-Attention" by Zhang and Martens.
     total = torch.zeros_like(x)
     for head in range(HEADS):
-        skew, _, v = compute_by_hand(attention, x, head)
+        skew, _, v = compute_matrices(attention, x, head)
         rows = attention.proj.weight.T[head * WIDTH : (head + 1) * WIDTH]
         total = total + torch.linalg.matrix_exp(skew) @ v @ rows
     return total
@@ -71,7 +71,7 @@ def test_attention_with_qr_is_the_exponential_of_the_full_matrix(count, alpha):
     matrices = attention.attention(x)
     for image in range(2):
         for head in range(HEADS):
-            skew, _, _ = compute_by_hand(attention, x[image], head)
+            skew, _, _ = compute_matrices(attention, x[image], head)
             expected = torch.linalg.matrix_exp(skew)
             torch.testing.assert_close(matrices[image, head], expected, rtol=0, atol=1e-10)
     expected = torch.stack([attend_naively(attention, image) for image in x])
@@ -83,7 +83,7 @@ def test_attention_with_newton_schulz_follows_equations_6_to_9(count):
     attention, x = layer("newton_schulz"), tokens(count, batch=1)
     matrices = attention.attention(x)
     for head in range(HEADS):
-        skew, m, _ = compute_by_hand(attention, x[0], head)
+        skew, m, _ = compute_matrices(attention, x[0], head)
         basis = m / m.norm()
         identity = torch.eye(2 * WIDTH, dtype=m.dtype)
         for _ in range(6):
@@ -265,7 +265,7 @@ def test_non_finite_or_huge_tokens_affect_only_their_image(basis, value):
 
 
 class LargestTensor(TorchDispatchMode):
-    """A mode that records how many elements the largest result of an operator has."""
+    """A mode that stores in `most` how many elements the largest computed tensor has."""
 
     most = 0
 

@@ -171,8 +171,8 @@ def test_the_default_initialisation_is_that_of_the_architectures():
         assert largest == pytest.approx(1 / 16, rel=0.01)
 
 
-def selections(mixer: Mixer) -> tuple[Tensor, ...]:
-    """Return the weights for keys, queries and step sizes (B, C and delta in Mamba's papers)."""
+def selection_weights(mixer: Mixer) -> tuple[Tensor, ...]:
+    """Return the weights from which a Mamba mixer computes B, C and the step sizes delta."""
     if isinstance(mixer, Mamba1Mixer):
         return *mixer.selection.weight.split((1, 3, 3))[1:], mixer.step.weight
     return mixer.in_proj.weight.split((16, 16, 3, 3, 4))[2:]
@@ -183,7 +183,7 @@ def selections(mixer: Mixer) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_piece_changes_only_its_own_weights(version, piece):
     plain, mixer = (mixer_of(build_model(version, *pieces), 1) for pieces in ((), (piece,)))
-    keys, queries, steps = selections(plain)
+    keys, queries, steps = selection_weights(plain)
     if piece == "correlation":
         queries = (queries + keys) / 2
     if piece == "step":
@@ -192,7 +192,7 @@ def test_a_piece_changes_only_its_own_weights(version, piece):
         torch.testing.assert_close(F.softplus(mixer.step_bias), ones)
     else:
         assert torch.equal(mixer.step_bias, plain.step_bias)
-    for actual, expected in zip(selections(mixer), (keys, queries, steps), strict=True):
+    for actual, expected in zip(selection_weights(mixer), (keys, queries, steps), strict=True):
         torch.testing.assert_close(actual, expected)
     values = torch.randn(2, 5, 16 if version == "mamba1" else 22)
     expected = values if piece == "convolution" else causal_convolution(values, plain.conv)

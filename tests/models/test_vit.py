@@ -111,7 +111,7 @@ def test_unsupported_inputs_of_layers_are_refused():
 
 
 def cubic_weights(new: int, old: int, margin: float) -> torch.Tensor:
-    """Return the weights of cubic interpolation (a = -0.75) from `old` to `new` positions."""
+    """Return the [new, old] matrix of cubic interpolation with the scale (new + margin) / old."""
     a = -0.75
     weights = torch.zeros(new, old, dtype=torch.float64)
     for index in range(new):

@@ -37,7 +37,7 @@ def album(
 
 
 def plan_of(root: Path, *, data: dict[str, Any] | None = None, **parts: Any) -> Pretraining:
-    """Return a plan of eight small steps. `parts` replaces components and training options."""
+    """Return a run of eight small steps. `parts` replaces components and training options."""
     names = ("model", "objective", "optimizer", "monitor", "init_from")
     components = {name: parts.pop(name) for name in names if name in parts}
     defaults = {"model": TINY, "objective": SMALL_DINO, "optimizer": AdamW(lr=0.05)}

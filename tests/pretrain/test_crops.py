@@ -77,7 +77,7 @@ GPU = [
 
 
 def draw_params(crops, *, images, views=10) -> AugmentationParams:
-    """Draw augmentation parameters. The views of an image are consecutive."""
+    """Draw augmentation parameters, with the views of each image in consecutive rows."""
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, params = crops.draw(generators, np.full((images, 2), 99))
@@ -357,7 +357,7 @@ def measure_rectangles(edges, size):
 
 
 def edges_of_timm(erasing, size):
-    """Return top, bottom, left and right of the rectangle that timm erases (0 if none)."""
+    """Return [top, bottom, left, right] of the rectangle that timm erases, or zeros if none."""
     taken = erasing(torch.zeros(1, size, size))[0].nonzero()
     if not len(taken):
         return [0, 0, 0, 0]

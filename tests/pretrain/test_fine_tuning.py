@@ -127,7 +127,6 @@ def test_missing_weights_and_other_architectures_are_refused(workdir, capsys):
 
 
 def train_whole_and_stopped(root, tmp_path, **options) -> Pretraining:
-    """Train one run to its end and stop another after its first step."""
     start = save_initial(tmp_path / "start.safetensors")
     plan = plan_of(root, start, **options)
     plan.run(tmp_path / "whole", device="cpu")

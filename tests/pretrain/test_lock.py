@@ -22,7 +22,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def start_run(*arguments: str) -> int:
-    """Start a run in another process and wait until its first step is logged."""
+    """Start a run in another process, wait for its first logged step and return the process id."""
     child = fork(lambda: main([*arguments, "train.max_steps=100000"]), stderr=Path("stderr"))
     log = Path("run", "log.jsonl")
     while not (log.exists() and log.stat().st_size):

@@ -216,7 +216,7 @@ def test_only_plain_resume_starts_a_missing_run(workdir, capsys):
 
 
 def change_state(out, removed=(), added=None):
-    """Change the saved configuration of a run, as if another version had written it."""
+    """Remove and add keys of a run's saved configuration, as if another version had written it."""
     state = state_of(out)
     configuration = state["configuration"]
     for key in removed:

@@ -51,7 +51,6 @@ BOTH = replace(KNN_ONLY, accuracy_epochs=1)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Create class folders with 13 training and 10 validation images of three similar classes."""
     return save_classes(tmp_path_factory.mktemp("album"), 13, 10, num_classes=3)
 
 
@@ -272,7 +271,7 @@ def test_more_than_five_classes_have_a_top_5(tmp_path, num_classes, names):
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
-    """Create folders of red and of blue images, and put one red test image into `blue`."""
+    """Create folders of red and of blue images, with one red test image in the wrong folder."""
     root = tmp_path_factory.mktemp("data") / "MNIST"
     generator = np.random.default_rng(0)
     for split, count in (("train", 8), ("test", 5)):
@@ -301,7 +300,6 @@ def load_record(folder):
 
 @pytest.fixture(scope="module")
 def finished(mnist, tmp_path_factory):
-    """Train a run that stores its accuracy as a result, and return its folder."""
     folder = tmp_path_factory.mktemp("finished")
     recorded_plan(mnist, results=str(folder / "results")).run(folder / "run", device="cpu")
     return folder

@@ -90,7 +90,7 @@ def learner_of(plan: Pretraining, *, seed: int = 0) -> Learner:
 
 @cache
 def refusals(objective: str) -> dict[str, ConfigurationError | None]:
-    """Return the objective's error for each kind of encoder (None if it can be trained)."""
+    """Return the error with which an objective refuses each kind of encoder, or None."""
     errors = dict[str, ConfigurationError | None]()
     for kind in registered_names("model"):
         errors[kind] = None
@@ -106,7 +106,7 @@ def first_kind(name: str) -> str:
 
 
 def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
-    """Return the views of `count` samples, which are cropped in groups that start at `cuts`."""
+    """Return the views of `count` samples, cropped in groups that begin at 0 and at `cuts`."""
     crops, objective = plan.objective.crops, plan.objective
     generators = [np.random.default_rng(number) for number in range(count)]
     if isinstance(objective, GeneratingObjective):
@@ -194,11 +194,11 @@ def test_no_two_weights_share_their_random_numbers(name, kind):
     assert len(weights) >= 3
     # Independent weights reach 0.2. Normal numbers and the uniform ones behind them reach 0.33.
     for one, other in combinations(weights, 2):
-        assert spearman(weights[one], weights[other]) < 0.25, (one, other)
+        assert largest_rank_correlation(weights[one], weights[other]) < 0.25, (one, other)
 
 
-def spearman(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute rank correlation of two tensors, over all offsets."""
+def largest_rank_correlation(one: Tensor, other: Tensor) -> float:
+    """Return the largest absolute rank correlation of a tensor with any part of a longer one."""
     short, long = sorted((one.flatten(), other.flatten()), key=len)
     ranks = [values.argsort().argsort().float() for values in (short[:600], long)]
     short, long = ((values - values.mean()) / values.std() for values in ranks)

@@ -398,7 +398,7 @@ def test_eigenvectors_are_computed_in_float64_if_float32_fails(monkeypatch):
 
 
 def train_with_soap(*, flips_signs: bool = False, **options: Any) -> list[Tensor]:
-    """Train with SOAP for fifteen steps. Return the weights and SOAP's bases."""
+    """Return weights and eigenvectors after training with SOAP, on request with flipped signs."""
     if flips_signs:
         # Another processor may return every second eigenvector with the other sign.
         solve, factor = torch.linalg.eigh, torch.linalg.qr

@@ -103,12 +103,11 @@ def test_accumulation_is_doubled_until_a_micro_batch_fits(
     assert counts == tried
 
 
-def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0) -> None:
-    """Make the DINO loss raise `error` for micro-batches of more than `images` images."""
+def limit_memory(monkeypatch, most_images: int, error: Exception, first_step: int = 0) -> None:
     usual = DinoLearner.loss
 
     def limited(self, network, views, step):
-        if len(views[0]) > 2 * images and step >= first_step:
+        if len(views[0]) > 2 * most_images and step >= first_step:
             raise error
         return usual(self, network, views, step)
 

@@ -22,7 +22,7 @@ LONG, SHORT = Timeline(3000, 10), Timeline(300, 10)
 
 
 def official_cosine(start, end, num_steps, warmup_steps):
-    """Compute the schedule of DINO's official code."""
+    """Compute the cosine schedule with linear warm-up as DINO's official code does."""
     steps = np.arange(num_steps - warmup_steps)
     cosine = end + 0.5 * (start - end) * (1 + np.cos(np.pi * steps / len(steps)))
     return np.concatenate([np.linspace(0, start, warmup_steps), cosine])

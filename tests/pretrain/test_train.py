@@ -169,7 +169,7 @@ def test_an_error_after_the_last_step_ends_the_run(root, tmp_path, monkeypatch):
 
 
 def change_loss(monkeypatch, change):
-    """Replace DINO's loss and logged values with `change(loss, values, step)`."""
+    """Replace DINO's loss and logged values with the result of `change(loss, values, step)`."""
     usual = DinoLearner.loss
 
     def compute_changed(self, network, views, step):

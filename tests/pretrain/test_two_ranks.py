@@ -47,7 +47,7 @@ def workdir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(workdir) -> dict[str, Any]:
-    """Run two training processes for each fault. Return their exit codes and output."""
+    """Return the exit codes and output of two training processes for each injected fault."""
     photos = photo_folder(workdir / "photos")
     class_folders(workdir / "classes", 2)
     words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(workdir)]

@@ -44,7 +44,6 @@ def wave(*shape: int, step: float) -> Tensor:
 
 
 def head_bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
-    """Join heads, each given as (query, value, weight, bias), into the heads of one block."""
     parts = [torch.stack(some)[None] for some in zip(*heads, strict=True)]
     dim = parts[1].shape[-1]
     running = [torch.full((1, len(heads), dim), one, dtype=parts[0].dtype) for one in (0.0, 1.0)]

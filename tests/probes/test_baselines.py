@@ -31,7 +31,6 @@ def image_result(true: list[list[float]], size: tuple[int, int] = (100, 200)) ->
 
 
 def block_baselines(images: list[ImageResult]) -> dict[str, Baseline]:
-    """Return the baseline of each object-discovery metric, by the metric's name."""
     scores = score_block(0, "key", images, 1, constant_baselines(images))
     found = [corloc_score(0, "key", images), *scores]
     return {s.metric: b for s in found if (b := Baseline.from_details(s.details))}
@@ -89,7 +88,6 @@ def test_best_and_most_frequent_answers_equal_a_hand_count():
 
 
 def run_baselines(words: list[str]) -> dict[str, Baseline]:
-    """Run a probe and return the baseline stored with each score, by metric."""
     assert main(words) == 0
     found = {r.metric: Baseline.from_details(r.details) for r in records()}
     assert found

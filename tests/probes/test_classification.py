@@ -230,7 +230,7 @@ def test_the_guesses_of_a_record_contain_the_values_used(workdir, words, parts):
 
 
 def score_three_heads(**changes: Any) -> list[Score]:
-    """Return the scores of a probe that has three trained heads."""
+    """Call `score_selected_heads` for three heads, with some arguments replaced by `changes`."""
     values: dict[str, Any] = {
         "hyperparameter": "c_value", "values": (0.1, 1.0, 10.0),
         "num_classes": 7,

@@ -86,7 +86,6 @@ def find(records, layer, facet, metric):
 
 
 def undefined(records):
-    """Return the reasons why scores are undefined, by facet."""
     missing = [r for r in records if math.isnan(r.value)]
     return {record.facet: record.details["undefined"] for record in missing}
 

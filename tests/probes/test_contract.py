@@ -89,7 +89,6 @@ def workdir(tmp_path_factory) -> Iterator[Path]:
 
 
 def data_for(role: str) -> list[str]:
-    """Return command-line arguments for a small dataset that supports a probe's role."""
     if role == "saliency":
         one_object = "dataset.one_object=true"
         return ["--dataset", "paired_folders", "--data-root", "paired_folders", one_object]
@@ -101,7 +100,7 @@ def data_for(role: str) -> list[str]:
 
 @cache
 def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
-    """Return a test case's adapted probe, its plan and its command-line arguments."""
+    """Return a test case's probe with fast settings, its plan and its command-line arguments."""
     task, options = case.partition(" ")[0], VARIANTS.get(case, [])
     words = data_for(build(probing_config(task, "toy", options), "probe").role) + options
     config = probing_config(task, words[1], options)
@@ -147,7 +146,7 @@ def test_the_seed_selects_the_training_images(task, tmp_path, monkeypatch):
 
 @cache
 def all_blocks(task: str, place: Path) -> Path:
-    """Evaluate a task on all blocks, once in each folder `place`. Return the results' folder."""
+    """Return the folder of a task's results on all blocks, computed once per folder `place`."""
     with pytest.MonkeyPatch.context() as patched:
         kind, read = type(reduced_plan(task)[0]), read_settings(task, place)
 
@@ -164,13 +163,13 @@ def all_blocks(task: str, place: Path) -> Path:
 
 @cache
 def read_settings(task: str, place: Path) -> set[str]:
-    """Return the set to which `all_blocks` adds each attribute of the probe that is read."""
+    """Return a set, which `all_blocks` fills with the names of attributes that a probe reads."""
     del task, place
     return set()
 
 
 def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tuple, tuple]:
-    """Return scores and per-image values by (layer, facet, metric), without run times."""
+    """Return scores and per-image values by (block, kind of feature, metric), without run times."""
     store, found = ResultStore(Path(folder)), {}
     for record in store.records():
         if record.layer in layers:

@@ -26,7 +26,7 @@ PAPER = Cut(tau=0.15)
 
 
 def scene(*rectangles: tuple[slice, slice]):
-    """Return patch labels and one-hot patch features of a scene that consists of rectangles."""
+    """Return patch labels, which number the rectangles, and one-hot features of these labels."""
     labels = np.zeros((6, 8), int)
     for label, (rows, cols) in enumerate(rectangles, start=1):
         labels[rows, cols] = label

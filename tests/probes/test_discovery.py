@@ -29,7 +29,6 @@ OUTSIDE = [50.0, 50.0, 60.0, 60.0]
 
 
 def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
-    """Return an image's numbers of true, predicted and correct boxes, by confidence rank."""
     return count_image_detections(
         np.array(found, np.float64).reshape(-1, 4),
         np.array(range(len(found)) if ranks is None else ranks, np.int64),
@@ -56,8 +55,8 @@ def scored(results: Sequence[ImageResult], num_ranks: int):
     return score_block(0, "key", results, num_ranks, constant_baselines(results))
 
 
-def random_images(seed: int, *, images: int = 12):
-    """Return random pairs of predicted and true boxes. Most predictions are near a true box."""
+def random_boxes(seed: int, *, images: int = 12):
+    """Return random predicted and true boxes of images, with most predictions near a true box."""
     generator = np.random.default_rng(seed)
     found = []
     for _ in range(images):
@@ -129,7 +128,7 @@ def test_precision_and_recall_equal_a_count_by_hand(images, expected):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_different_ranks_for_all_boxes_give_the_precision_of_coco(seed):
-    images = random_images(seed)
+    images = random_boxes(seed)
     total = sum(len(found) for found, _ in images)
     shuffled = np.random.default_rng(seed).permutation(total)
     ends = np.cumsum([len(found) for found, _ in images])[:-1]
@@ -147,7 +146,7 @@ def test_different_ranks_for_all_boxes_give_the_precision_of_coco(seed):
 
 @pytest.mark.slow
 def test_ap_coco_orders_equal_boxes_as_in_the_file(capsys):
-    known = [one for one in random_images(0, images=40) if len(one[0])]
+    known = [one for one in random_boxes(0, images=40) if len(one[0])]
     results = [result(found.tolist(), true.tolist()) for found, true in known]
 
     scores = {score.metric: score for score in scored(results, 100)}

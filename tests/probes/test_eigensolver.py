@@ -21,7 +21,7 @@ TAU, EPS = 0.2, 1e-5
 
 
 def dense_solution(features, *, weighted=False, tau=TAU):
-    """Solve the generalised eigenproblem of a token graph with scipy's dense solver."""
+    """Return eigenvalues 2 and 3, eigenvector 2 and the degrees of a token graph, using scipy."""
     unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     cosines = unit @ unit.T
     weights = np.where(cosines > tau, cosines if weighted else 1.0, EPS).astype(np.float64)
@@ -47,7 +47,7 @@ def chain(num_tokens, reach=3.0):
 
 
 def blobs(*sizes):
-    """Return groups of equal tokens with the given sizes. The groups are orthogonal."""
+    """Return a group of equal tokens for each size, with orthogonal tokens in different groups."""
     return np.repeat(np.eye(len(sizes), 8, dtype=np.float32), sizes, axis=0)
 
 
@@ -175,7 +175,7 @@ def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
 # BLAS is several times slower with more than one thread for a matrix of this size.
 @threadpool_limits.wrap(1, user_api="blas")
 def compare_with_dense_solutions(images, *, min_unique: int) -> None:
-    """Compare our eigenvectors with a dense solver's where the eigenvalue is unique."""
+    """Compare our eigenvectors with scipy's where they are unique, at least `min_unique` times."""
     numbers = Counter()
     for skip, image in itertools.product((True, False), images):
         config = ViTConfig(

@@ -148,7 +148,7 @@ def test_all_blocks_share_one_pass_of_images_and_views(photographs, size, larges
 
 
 def interrupt_views(photographs, **options):
-    """Interrupt the geometry probe while it encodes the views of the third image."""
+    """Interrupt the geometry probe in its third batch, and return the model and the batch sizes."""
     model, batches = vit(), []
 
     def interrupt(_module, given, _output):

@@ -28,7 +28,6 @@ def moments(vectors):
 
 
 def moments_with_variances(variances):
-    """Return moments with mean zero and channel variances proportional to `variances`."""
     axes = torch.diag(torch.tensor(variances).double().sqrt())
     return moments(torch.cat([axes, -axes]))
 
@@ -91,8 +90,8 @@ def radio_rank(values, eps=1e-7):
     return float((-shares * shares.log()).sum().exp())
 
 
-def restated_lidar(views, *, delta, divisor, delta_of_product):
-    """Return LiDAR's eigenvalues, whitened with a matrix square root as in published code."""
+def compute_lidar_eigenvalues(views, *, delta, divisor, delta_of_product):
+    """Compute the eigenvalues for LiDAR like published code, with a matrix square root."""
     means = views.mean(1)
     away = means - means.mean(0)
     between = away.T @ away / (len(views) - 1)
@@ -114,7 +113,7 @@ def test_ranks_agree_with_radio_and_stable_pretraining_on_one_matrix(images, dim
     # Its constant is 100 times larger than ours.
     theirs = entropy_rank(torch.linalg.svdvals(views[:, 0]), 1e-5)
     assert rankme(moments(views[:, 0])) == pytest.approx(theirs, rel=5e-3)
-    values = restated_lidar(views, delta=1e-4, divisor=images * 9, delta_of_product=0)
+    values = compute_lidar_eigenvalues(views, delta=1e-4, divisor=images * 9, delta_of_product=0)
     # The paper adds a constant to the shares, and stable-pretraining to the eigenvalues.
     expected = entropy_rank(values, SHARE_EPS)
     assert lidar(views, delta=1e-4) == pytest.approx(expected, rel=1e-9)
@@ -123,7 +122,9 @@ def test_ranks_agree_with_radio_and_stable_pretraining_on_one_matrix(images, dim
     # https://github.com/NVlabs/RADIO/blob/25a833de/examples/ssl_metrics.py
     theirs = radio_rank(torch.linalg.svdvals(views[:, 0]))
     assert rankme(moments(views[:, 0])) == pytest.approx(theirs, abs=1e-3)
-    values = restated_lidar(views, delta=1e-8, divisor=images * 10 - 1, delta_of_product=1e-8)
+    values = compute_lidar_eigenvalues(
+        views, delta=1e-8, divisor=images * 10 - 1, delta_of_product=1e-8
+    )
     # RADIO adds no constant to the shares. With 24 dimensions, 16 eigenvalues are 0.
     assert lidar(views, delta=1e-8) == pytest.approx(radio_rank(values), rel=5e-5)
 

@@ -36,7 +36,7 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a block whose attention is sharp, so that its derivative is large."""
+    """Run a ViT block whose query and key weights are multiplied by `sharpness`."""
     block = build_vit(config, seed=0).double().eval().requires_grad_(False).blocks[0]
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
     x = normal(tokens, config.dim, seed=1) if x is None else x
@@ -65,8 +65,8 @@ def test_jacobians_agree_with_finite_differences(config):
         torch.testing.assert_close(found, finite_differences(function, point), rtol=1e-6, atol=1e-8)
 
 
-def kronecker_terms(one):
-    """Compute the terms B and E of a block's attention Jacobian with loops."""
+def compute_jacobian_terms(one):
+    """Compute the two terms of a block's attention Jacobian with loops."""
     # Equation 10 of "Cutting the Skip". As there, matrices are flattened column by column.
     block, x = one.block, one.block.norm1(one.input)
     tokens, dim = x.shape
@@ -97,7 +97,7 @@ def kronecker_terms(one):
 
 
 def reorder_by_columns(matrix, tokens, dim):
-    """Convert a Jacobian of row-major flattened tokens to column-major flattened tokens."""
+    """Reorder a Jacobian from row-major to column-major flattening of the tokens."""
     order = torch.arange(tokens * dim).reshape(tokens, dim).T.flatten()
     return matrix[order][:, order]
 
@@ -110,7 +110,7 @@ def test_b_and_e_equal_equation_10_and_sum_to_jacobians():
         name: reorder_by_columns(exact_jacobian(*functions[name]), tokens, dim)
         for name in ("attention", "attention_skip", "dominant", "perturbation")
     }
-    dominant, perturbation = kronecker_terms(one)
+    dominant, perturbation = compute_jacobian_terms(one)
 
     torch.testing.assert_close(found["dominant"], dominant, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found["perturbation"], perturbation, rtol=1e-9, atol=1e-12)

@@ -128,7 +128,7 @@ def test_every_score_equals_that_of_features_extracted_one_by_one(root):
 
     for layer, facet in itertools.product((0, 2), facets):
         queries, bank = (
-            extract_one_by_one(layer, facet, images, share=0.5)
+            extract_one_by_one(layer, facet, images, crop_share=0.5)
             for images in (dataset.val(), dataset.train())
         )
         by_k = knn_ranks(queries, bank, num_classes=6, neighbours=[3, 10], temperature=0.07)
@@ -150,17 +150,17 @@ def test_features_come_from_the_central_squares(root, facet):
 
     found = image_pass.run(images, range(len(images)), [2]).select(2, facet)
 
-    expected = extract_one_by_one(2, facet, images, share=0.5).features
+    expected = extract_one_by_one(2, facet, images, crop_share=0.5).features
     torch.testing.assert_close(found.features, expected)
 
 
-def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, share: float):
-    """Return the normed features and labels of images, extracted one image at a time."""
+def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, crop_share: float):
+    """Return labels and features, after the final norm, of images encoded one at a time."""
     encoder = tiny()
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
     norm, vectors = encoder.module.get_submodule("norm"), []
     for index in range(len(images)):
-        pixels = central_square(images[index].image, 16, crop_share=share)
+        pixels = central_square(images[index].image, 16, crop_share=crop_share)
         found = extractor(pixels[None].float() / 255)[layer]
         vector = norm(found["cls"]) if facet == "cls" else norm(found["token"]).mean((1, 2))
         vectors.append(vector.detach())

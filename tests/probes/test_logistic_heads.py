@@ -41,7 +41,6 @@ def train_heads(entries, sources=((0,), (1,)), features=None, classes=CLASSES, *
 
 
 def fit_scikit_learn(x, y, c):
-    """Fit logistic regression. Return it and the function that standardises inputs."""
     # As in our implementation, constant channels become 0.
     deviation = x.std(0)
     scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0)

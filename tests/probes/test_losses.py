@@ -100,7 +100,7 @@ def random_pieces(side, dtype=torch.float64, scale=3.0):
 
 
 def sum_with_autograd(logits, pixel_weights):
-    """Compute a weighted sum of upsampled logits' log-sum-exp, and its autograd gradient."""
+    """Compute the weighted sum over pixels of upsampled logits' log-sum-exp, and its gradient."""
     # `pixel_weights` has the shape [pixels of a cell, images, rows of cells, columns of cells].
     # A cell is the square between the centres of four neighbouring patches.
     logits = logits.double().clone().requires_grad_()

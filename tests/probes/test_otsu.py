@@ -28,7 +28,7 @@ ADAPTIVE = Cut(tau="otsu")
 
 
 def similar_patches() -> torch.Tensor:
-    """Return similar patch features. The object and the background differ slightly."""
+    """Return patch features that differ only slightly between object and background."""
     generator = torch.Generator().manual_seed(0)
     features = 0.05 * torch.randn(12, 16, 32, generator=generator)
     features[..., 0] += 1
@@ -69,7 +69,7 @@ def test_an_object_is_found_although_all_patches_are_similar(find):
 
 @pytest.fixture
 def similar_encoder(workdir):
-    """Save an encoder that encodes all patches similarly. Return its command-line arguments."""
+    """Save an encoder that encodes all patches similarly, and return arguments that select it."""
     model = build_vit(TINY, seed=0)
     model.get_parameter("pos_embed").data.zero_()
     bias = model.get_parameter("patch_embed.proj.bias").data

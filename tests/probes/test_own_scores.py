@@ -111,7 +111,7 @@ def test_intervals_that_exclude_their_value_are_dropped_with_a_message(run_probe
 
 @dataclass(frozen=True)
 class Hits(Brightness):
-    """A user-defined probe that counts correct images, under any metric name."""
+    """A user-defined probe whose metric `metric` is the share of images that it calls correct."""
 
     metric: str = "accuracy"
 

@@ -276,7 +276,7 @@ MASK_TASKS = {
 def run_mask_tasks(
     out: Path, *tasks: str, checkpoints: Sequence[str] = ("encoder.safetensors",)
 ) -> tuple[dict[str, Any], int]:
-    """Run probes in one command. Return their results and how many images are encoded."""
+    """Run several probes together, and return their results and the number of encoded images."""
     words = [*FEW, "probe.image_size=32", *(word for task in tasks for word in MASK_TASKS[task])]
     plan, features, num_images = plan_probes(tasks, ["toy"], words), FeatureCache(), 0
     options = {"layers": "0,1", "device": torch.device("cpu"), "features": features}
@@ -334,7 +334,7 @@ def test_checkpoints_of_the_same_name_do_not_share_features(workdir):
 def run_tokencut(
     out: str, *settings: str, layers: str = "0,1", overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run TokenCut with all of its presets. Return the stored values, logs and figures."""
+    """Run TokenCut, by default with all presets, and return the scores, logs and figures."""
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))
     options = {"layers": layers, "device": torch.device("cpu"), "overwrite": overwrite}

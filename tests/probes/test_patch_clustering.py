@@ -47,7 +47,7 @@ def scores_of(tmp_path, dataset=None, encoder=None, seed=0, **changes: Any):
 
 
 def cluster_pixels(context, layer):
-    """Return clusters and classes of labelled pixels, with scikit-learn's k-means."""
+    """Return the clusters, from scikit-learn's k-means, and the classes of all labelled pixels."""
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):
@@ -68,7 +68,7 @@ def cluster_pixels(context, layer):
 
 
 def best_of_all_matchings(guess, truth, clusters):
-    """Return the best accuracy (%) of all assignments of clusters, and its mean IoU."""
+    """Return accuracy and mean IoU (%) of the most accurate assignment of clusters to classes."""
     best = (-1.0, 0.0)
     for names in itertools.permutations(range(clusters), 4):
         ious = []

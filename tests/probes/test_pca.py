@@ -248,7 +248,6 @@ def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_map(features: torch.Tensor) -> torch.Tensor:
-    """Return an image's PCA map, which is not aligned with a reference map."""
     projected = fit_projection(features.flatten(0, 1)).apply(features)
     return orient_signs([projected], [full_mask(projected)])[0]
 

@@ -15,7 +15,6 @@ from probes.heads.pixels import (
 
 
 def make_logits(kind, classes, heads=3, rows=6, cols=5):
-    """Return random patch logits. In most kinds, many logits are nearly equal."""
     generator = torch.Generator().manual_seed(classes)
     noise = torch.randn(heads, rows, cols, classes, generator=generator)
     return {
@@ -30,7 +29,7 @@ def make_logits(kind, classes, heads=3, rows=6, cols=5):
 
 
 def predict_plainly(logits, height, width):
-    """Compute the class of each pixel's largest bilinearly upsampled logit with numpy."""
+    """Return the class with the largest bilinearly upsampled logit at each pixel."""
     corners = []
     for size, patches in zip((height, width), logits.shape[1:3], strict=True):
         position = (torch.arange(size) + 0.5) * (patches / size) - 0.5

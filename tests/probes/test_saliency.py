@@ -39,7 +39,7 @@ def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path
 
 
 def plain_scores(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Compute the maximum F-beta, the IoU and the accuracy (%) with simple loops."""
+    """Compute maximum F-beta, IoU and accuracy (%) of pairs (predicted, true mask) with loops."""
     by_threshold, ious, accuracies = [], [], []
     for answer, truth in pairs:
         per_image = []

@@ -86,9 +86,9 @@ def test_concatenated_blocks_end_with_the_last_requested_block():
         assert quick_probe(layers_mode=mode).sources((0, last)) == [blocks]
 
 
-def relabel_held_out(holdout: float) -> ColourDataset:
+def relabel_held_out(share: float) -> ColourDataset:
     """Return a dataset whose label 3 occurs only in the held-out training images."""
-    split = TrainingSplit.draw(Colours("train", 18), max_images=None, holdout=holdout, seed=0)
+    split = TrainingSplit.draw(Colours("train", 18), max_images=None, holdout=share, seed=0)
     return ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
 
 

@@ -59,7 +59,6 @@ def test_fewer_shots_are_a_subset_and_draws_and_seeds_differ(root):
 
 
 def scores_by_draw(*num_correct: int) -> list[list[Score]]:
-    """Return the scores of several draws of training images, from counts of correct images."""
     return [
         [
             Score(3, "cls", "top1_k1", 10.0 * n, None, 10,

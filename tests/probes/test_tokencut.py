@@ -112,7 +112,6 @@ FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
 
 
 def read_log(folder: Path, pattern: str = "*") -> dict[str, dict]:
-    """Return the entries of a folder's only object-discovery log, by image."""
     (path,) = folder.glob(f"{pattern}/images_*.jsonl")
     lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
     return {line["image"]: line for line in lines}
@@ -156,7 +155,6 @@ def test_a_resumed_run_reads_only_images_without_results(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
 
     def run(layers=(0, 2), seed=0, damaged="", stamp="f00d", **options):
-        """Run TokenCut. Return its scores and the sorted ids of the images that it reads."""
         pictures = Pictures(boxes, damaged, stamp)
         probe_context = context(tmp_path, pictures, layers, tiny_encoder(seed))
         return list(TokenCut(panels=0, **options).run(probe_context)), sorted(pictures.read)

@@ -1,4 +1,4 @@
-"""Test that labels propagated through a video are correct, and scored as in the official code.
+"""Test that labels propagated through a video are correct, and are scored like the official code.
 
 The labels are compared with those from the affinity between all pairs of patches.
 """
@@ -52,16 +52,16 @@ DINO = PropagationConfig(latest_frames=7, radius=12, neighbours=5, temperature=0
 
 
 def dense_labels(
-    features: Sequence[np.ndarray], first: np.ndarray, config: PropagationConfig
+    features: Sequence[np.ndarray], first_labels: np.ndarray, config: PropagationConfig
 ) -> list[np.ndarray]:
     """Compute the patch labels of every frame from the affinity between all pairs of patches."""
-    rows, cols = first.shape[:2]
+    rows, cols = first_labels.shape[:2]
     units = [f.reshape(rows * cols, -1).astype(np.float64) for f in features]
     units = [f / np.linalg.norm(f, axis=1, keepdims=True) for f in units]
     y, x = np.divmod(np.arange(rows * cols), cols)
     near = np.abs(y[:, None] - y) <= config.radius
     near &= np.abs(x[:, None] - x) <= config.radius
-    labels = [first.reshape(rows * cols, -1).astype(np.float64)]
+    labels = [first_labels.reshape(rows * cols, -1).astype(np.float64)]
     for number in range(1, len(units)):
         used = [0, *range(max(1, number - config.latest_frames), number)]
         similarities = [units[n] @ units[number].T / config.temperature for n in used]
@@ -75,7 +75,7 @@ def dense_labels(
 
 
 def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndarray:
-    """Upsample patch labels linearly, scale them to [0, 1] and return the largest's index."""
+    """Upsample patch labels, scale each to [0, 1] and return the index of the largest per pixel."""
     channels = []
     for channel in np.moveaxis(labels, -1, 0):
         for axis in (0, 1):
@@ -311,7 +311,7 @@ def tiny_encoder() -> Any:
 def dense_scores(
     probe: Tracking, encoder: Any, video: Sample, layer: int
 ) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Track a video's objects with all pairs of patches. Return J and F (%) and the masks."""
+    """Return J and F (%) and the masks of objects that are tracked with all pairs of patches."""
     assert video.frames is not None
     assert video.mask is not None
     frames = list(video.frames)
@@ -366,7 +366,6 @@ def test_scores_of_toy_videos_equal_those_of_the_full_affinity(toy, tmp_path, ch
 
 
 def video_results(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
-    """Return made-up results of videos, given as (scores of the objects, area ratio)."""
     names = ("j_and_f", "j_mean", "f_mean", "j_recall", "f_recall", "j_decay", "f_decay")
     return [
         VideoResult(dict.fromkeys(names, np.array(values)), np.full(len(values), float(area)), 3)

@@ -173,7 +173,7 @@ def axe() -> str:
 
 @pytest.fixture(scope="module")
 def over_epochs(tmp_path_factory, pretrained_runs) -> Path:
-    """Write a report about a run with two epochs and two blocks, and the logs of two runs."""
+    """Write a report on scores of two blocks after two epochs, and on the logs of two runs."""
     store = ResultStore(tmp_path_factory.mktemp("epochs"))
     for epoch in (1.0, 2.0):
         for layer in (0, 11):

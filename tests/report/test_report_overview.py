@@ -450,7 +450,6 @@ def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Ga
 
 
 def strips(root, checkpoints, galleries, headline=(), hits=None):
-    """Return the rows of figures on the overview page of a report."""
     for one in chain(*galleries.values()):
         paths = (path.removeprefix("pictures/").removesuffix(".png") for path in one.paths())
         save_pictures(root, *paths)

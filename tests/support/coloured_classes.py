@@ -18,7 +18,7 @@ TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
 
 
 def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 90) -> Path:
-    """Write class folders of images that show the colour of their class plus noise."""
+    """Write `train` and `val` images per class, which show the colour of their class plus noise."""
     generator = np.random.default_rng(0)
     for name, colour in enumerate(COLOURS):
         for split, count in (("train", train), ("val", val)):
@@ -58,7 +58,7 @@ def class_context(
 
 
 def run_probe(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
-    """Run a probe and return its scores by (layer, facet, metric)."""
+    """Run a probe and return its scores by (block, kind of feature, metric)."""
     # It must announce exactly these scores.
     context = class_context(dataset, **changes)
     scores = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}

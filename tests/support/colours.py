@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass
 class Colours:
-    """A set of images whose left and right halves differ in colour, which is their class."""
+    """A set of images whose left and right halves each have the colour of their class."""
 
     split: str
     count: int

@@ -167,7 +167,7 @@ class Draw:
         )  # fmt: skip
 
     def flag(self, action: argparse.Action) -> list[str]:
-        """Return random values of a parser's argument, after its flag if it has one."""
+        """Return random values for an argument of a parser, after its flag if it has one."""
         flag = list(action.option_strings[:1])
         if action.nargs == 0:
             return flag
@@ -201,7 +201,7 @@ class Draw:
 
 @contextlib.contextmanager
 def stop_before_computing(*, to_end: bool) -> Iterator[None]:
-    """Raise an error before a module or a sweep computes something, unless `to_end`."""
+    """Stop commands inside a `with` block before they compute anything, unless `to_end`."""
     call = torch.nn.Module.__call__
 
     def refuse(*_: object, **__: object) -> None:
@@ -218,7 +218,7 @@ def stop_before_computing(*, to_end: bool) -> Iterator[None]:
 
 
 def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
-    """Run a command. Return how it ended, and what is wrong with it or an empty string."""
+    """Run a command. Return how it ended, and what it did wrong (empty if nothing)."""
     out, err = io.StringIO(), io.StringIO()
     signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)
     try:

@@ -109,7 +109,7 @@ def paired_folders(
     masks: str = "masks",
     content: bytes | None = None,
 ) -> Path:
-    """Create different images and equal masks. `content` has the bytes of each mask file."""
+    """Create images, and masks that all contain `content`. `names` lists file names by split."""
     content = content or encoded("PNG", Image.fromarray(mask()))
     numbers = count()
     for split, ids in names.items():
@@ -122,7 +122,7 @@ def paired_folders(
 
 
 def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> Path:
-    """Create a miniature COCO20k dataset. Return the path of its annotation file."""
+    """Create COCO20k images with the ids `numbers`. Return the annotation file with `content`."""
     folder, path = root / "images/train2014", root / "annotations/instances_train2014.json"
     for parent in (folder, path.parent):
         parent.mkdir(parents=True)
@@ -166,7 +166,7 @@ LFS_POINTER = (
 
 
 def corrupt_file(path: Path, how: str) -> None:
-    """Truncate a file, or replace it with a web page or a Git LFS pointer."""
+    """Truncate a file (`how` is "empty", "half" or "last2") or replace it ("html" or "lfs")."""
     content = path.read_bytes()
     lengths = {"empty": 0, "half": len(content) // 2, "last2": -2}
     substitutes = {"html": b"<html><body>404 Not Found</body></html>", "lfs": LFS_POINTER}
@@ -322,7 +322,7 @@ def exit_code(child: int) -> int:
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """Join chunks into the bytes of a PNG file, which may be invalid."""
+    """Return a PNG file with the chunks (type, data), which may be invalid."""
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
 
 

@@ -14,7 +14,7 @@ def settle() -> None:
 
 
 def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
-    """Replace bytes of a file (by default the last 16) without changing its size or time."""
+    """Replace `old` with `new` and keep the file's mtime. By default, change the last 16 bytes."""
     settle()
     status, content = path.stat(), path.read_bytes()
     if old is None:

@@ -8,7 +8,7 @@ from pretrain import step as steps
 
 
 def cache_flop_counts() -> None:
-    """Count the FLOPs of a training step only once for learners with equal layer classes."""
+    """Count the FLOPs of a training step once for all learners with the same classes of layers."""
     # Their sizes may differ, so a run may print the count of another one.
     count, flops = steps.count_training_flops, dict[frozenset[type], float]()
 

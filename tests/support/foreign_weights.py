@@ -44,7 +44,7 @@ def timm_model(
 
 
 def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
-    """Check that an encoder file has the features of a timm model. Return the encoder."""
+    """Load an encoder, check that its features equal those of a timm model, and return it."""
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))
     assert encoder.mean == expected.mean
@@ -76,7 +76,7 @@ def normalise(encoder: Encoder, images: Tensor) -> Tensor:
 
 
 def rename_weights(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
-    """Return the weights under new names. `names` maps patterns to replacements."""
+    """Return the weights under new names. `names` maps regular expressions to replacements."""
     result: Weights = {}
     for name, value in weights.items():
         for pattern, replacement in names.items():
@@ -93,7 +93,7 @@ def save_checkpoint(path: Path, content: Mapping[str, Any]) -> Path:
 def save_hf_folder(
     folder: Path, weights: Weights, config: Mapping[str, Any], colours: Mapping[str, Any] = {}
 ) -> str:
-    """Save weights and config as a Hugging Face model folder. Return its address."""
+    """Save a Hugging Face folder, with `colours` as its preprocessor config. Return its address."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(weights, folder / "model.safetensors")

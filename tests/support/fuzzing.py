@@ -55,7 +55,7 @@ INTERESTING = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file whose reader is tested with damaged versions of `seeds`."""
+    """A kind of file: valid contents (`seeds`), a file name and the function that reads a file."""
 
     seeds: list[bytes]
     name: str
@@ -63,7 +63,7 @@ class Kind:
 
 
 def mutate(content: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    """Apply one to eight random changes to the content of a file, such as flipping a bit."""
+    """Apply one to eight random changes, such as flipping a bit or inserting part of `others`."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
         at = rng.randrange(len(data) + 1)
@@ -270,7 +270,7 @@ class TooSlow(BaseException):
 
 
 def confine(mebibytes: int) -> None:
-    """Limit additional memory, and raise `TooSlow` when the profiling timer expires."""
+    """Limit the memory that this process may still allocate, and raise `TooSlow` on SIGPROF."""
 
     def ring(*_: object) -> None:
         raise TooSlow
@@ -284,7 +284,7 @@ def confine(mebibytes: int) -> None:
 
 
 def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
-    """Feed damaged files to their reader. Return how often each outcome occurred, and reports."""
+    """Read `count` damaged files of the kind `name`. Return counts of outcomes, and reports."""
     kind, rng = KINDS[name](), random.Random(name)
     ends: Counter[str] = Counter()
     reports: list[str] = []

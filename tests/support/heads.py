@@ -23,7 +23,7 @@ def segmentation(
     inference: str = "squash",
     **changes: Any,
 ) -> Segmentation:
-    """Return a linear segmentation probe. Unknown fields in `defaults` are ignored."""
+    """Return a segmentation probe with the fields `changes`. Unknown `defaults` are ignored."""
     names = {"loss": loss, "training": training, "inference": inference}
     return _build(Segmentation, names, defaults or {}, changes)
 
@@ -31,7 +31,7 @@ def segmentation(
 def classification(
     defaults: Mapping[str, Any] | None = None, *, training: str = "lbfgs", **changes: Any
 ) -> LinearClassification:
-    """Return a linear classification probe. Unknown fields in `defaults` are ignored."""
+    """Return a classification probe with the fields `changes`. Unknown `defaults` are ignored."""
     return _build(LinearClassification, {"training": training}, defaults or {}, changes)
 
 

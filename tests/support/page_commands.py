@@ -27,7 +27,7 @@ class PageCommand:
 
     @property
     def is_name(self) -> bool:
-        """Return whether running text mentions just the name of a command."""
+        """Return whether running text shows the command without arguments after its subcommand."""
         least = 3 if self.words[1] in ("-m", "data") else 2
         return not self.in_block and len(self.words) <= least
 

@@ -29,7 +29,7 @@ def build_record(**changes) -> Record:
 
 
 def add_interval(changes: dict) -> dict:
-    """Add a 95 % interval to the changes of a record if they have a value without one."""
+    """Return `changes` with a 95 % interval added if they have a value but no interval."""
     value = changes.get("value")
     if value is None or "ci95" in changes:
         return changes
@@ -58,7 +58,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """Save per-image values and the score that is computed from them."""
+    """Save `record` with the value computed from `per_image`, and the per-image values."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = add_interval({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
@@ -99,7 +99,7 @@ def plain(**changes) -> Record:
 
 
 def counts(*images):
-    """Return the pixel counts (correct, predicted, true) of images with two classes."""
+    """Convert the pixel counts (correct, predicted, true) of each image and class to an array."""
     return np.array(images, np.int32)
 
 

@@ -49,7 +49,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def interrupt_at_micro_batch(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
-    """Make a run send itself a signal before its micro-batch `number`, counted from 1."""
+    """Make a run send itself the signal `sent` before micro-batch `number`, counted from 1."""
     augment_on_device, calls = crops.augment_on_device, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
@@ -95,7 +95,8 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pretrain_two(root: Path) -> Path:
-    """Run DINO (3 steps per epoch) and supervised pretraining (2). Return the folder of both."""
+    """Run DINO and supervised pretraining, and return the folder that contains both run folders."""
+    # An epoch of DINO has 3 steps, an epoch of supervised pretraining 2.
     images, runs = class_folders(root / "images"), root / "runs"
     neighbours = ["monitor.knn_epochs=1", "monitor.neighbours=2", f"monitor.root={images}"]
     with unchecked_types():

@@ -1,4 +1,4 @@
-"""Run pretraining in two processes, in one of which something fails ("fault").
+"""Run pretraining in two processes, and let one of them fail in some way ("fault").
 
 Print how both processes end, as JSON.
 
@@ -54,7 +54,7 @@ def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callabl
 
 
 def inject_at_step(fault: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that injects `fault` when step `FAULT_STEP` reads its images."""
+    """Return a function that makes runs call `fault` when step `FAULT_STEP` reads its images."""
     # The run uses the result of `fault`, if any, instead of the images.
 
     def make(usual: Any) -> Any:
@@ -93,7 +93,7 @@ def full_log(usual: Any) -> Any:
 
 
 def inject_before_save(fault: Callable[[int], None]) -> Callable[[], None]:
-    """Return a function that injects `fault(step)` before each training state is written."""
+    """Return a function that makes runs call `fault(step)` before they write a training state."""
 
     def make(usual: Any) -> Any:
         def write(values: Any, file: Any) -> None:
@@ -224,7 +224,7 @@ def wait_for(pids: list[int], out: Path) -> dict[str, Any]:
 
 
 def exit_code(pid: int, end: float) -> int | None:
-    """Wait for a process. Return its exit code, or None if it was killed at the time `end`."""
+    """Wait for a process and return its exit code. At the time `end`, kill it and return None."""
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:

@@ -80,7 +80,7 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def names_device(device: Any) -> bool:
-    """Return whether the value of a torch function's argument `device` is the simulated GPU."""
+    """Return whether `device`, as passed to a torch function, names the simulated GPU."""
     if device is None:
         return False
     return isinstance(device, int) or torch.device(device).type == KIND[0]
@@ -141,7 +141,7 @@ class Ledger:
         self.pending_copies.clear()
 
     def count_upload(self, what: str, *, pinned: bool, waits: bool) -> None:
-        """Count a copy to the device, separately if it is non-blocking and pinned."""
+        """Count a copy to the device, in `pinned_uploads` if it is pinned and does not wait."""
         uploads = self.pinned_uploads if pinned and not waits else self.uploads
         uploads[f"{call_site()} {what}"] += 1
 

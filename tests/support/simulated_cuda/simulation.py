@@ -119,7 +119,7 @@ def patched_autocast(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def patched_autocast_query(query: Callable[[str], Any]) -> Callable[..., Any]:
-    """Change a query such as `torch.is_autocast_enabled` to answer for "cpu", not "cuda"."""
+    """Return a query like `torch.is_autocast_enabled` that answers for "cpu" instead of "cuda"."""
     return lambda device="cuda": query("cpu" if device == "cuda" else device)
 
 
