@@ -51,15 +51,15 @@ class BatchChunks(Dataset[Any]):
     The processes of torchrun share each batch equally. A process divides its share into
     micro-batches, averages their gradients, and then takes an optimizer step.
 
-    The item with index n is the n-th chunk that this process trains on in the run. With two
+    The index of a chunk counts all chunks of this process from the start of the run. With two
     micro-batches in a step and three chunks in a micro-batch, items 0 to 5 belong to step 0. The
     crops of an image do not depend on the sizes of batches, micro-batches and chunks.
 
     An item is the return value of `cut`, except in two cases:
 
     - It is a `ChunkWithReplacements` if other images have replaced unreadable ones.
-    - It is a `DataError` if an image cannot be read and may not be replaced. This error is not
-      raised, because an exception that leaves a data worker loses its one-line message.
+    - It is a `DataError` if an image cannot be read and may not be replaced. The error is returned
+      and not raised, because PyTorch would replace its message by a traceback of the data worker.
 
     Source of repeated augmentation (several crops of an image in one batch):
     https://arxiv.org/abs/1901.09335, and `RASampler` of

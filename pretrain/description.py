@@ -55,9 +55,9 @@ def describe(component: Any) -> Any:
 def update_description(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
     """Update the description of a run component that an older version of ssl-bench wrote.
 
-    A missing field gets its default, because older versions behaved like the default. The new names
-    of moved classes and of renamed encoder fields replace the old ones. If the component now has
-    another class, its description stays unchanged.
+    A missing field gets its default, because older versions behaved like the default. Old names of
+    classes and fields are replaced by their current names. If the description belongs to another
+    class, it is returned unchanged.
 
     Args:
         older: Description of the component, as `describe` returned it in an older version.

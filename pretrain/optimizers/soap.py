@@ -194,14 +194,12 @@ class SOAP(torch.optim.Optimizer):
     def _make_stacks(
         self, group: dict[str, Any], skipped_by_step: dict[int, Float[Tensor, ""]]
     ) -> list["Stack"]:
-        """Stack those parameters of a parameter group that have a gradient.
-
-        Each stack contains parameters with the same shape, dtype, device and step count.
+        """Group the parameters that have a gradient by shape, dtype, device and step count.
 
         Args:
             group: Parameter group of the optimizer.
-            skipped_by_step: Scalar tensors with the number of skipped steps, by step count. Stacks
-                with the same step count share a tensor. Missing tensors are added in place.
+            skipped_by_step: Number of steps that were skipped because a gradient was not finite,
+                by step count. Missing entries are added to this dictionary.
         """
         stackable: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for p in group["params"]:
@@ -338,8 +336,8 @@ def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int)
     Args:
         parameter: The parameter.
         group: Its parameter group in the optimizer.
-        phase: Number of steps by which the parameter's eigenbases are refreshed earlier than those
-            of a parameter with phase 0.
+        phase: The eigenbases are refreshed in steps where (step + phase) is a multiple of the
+            group's `precondition_frequency`.
     """
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     zeros = partial(torch.zeros, dtype=dtype, device=parameter.device)
@@ -377,7 +375,7 @@ class Factors:
         self._sizes: dict[tuple[Any, ...], Tensor] = {}
 
     def multiply(self, tensors: Sequence[Tensor], value: float) -> None:
-        """Multiply tensors by a value in place, or leave them unchanged if the step is skipped."""
+        """Multiply tensors by a value in place, unless a gradient of this step is not finite."""
         for dtype in {tensor.dtype for tensor in tensors}:
             # A factor of another dtype would need one kernel launch for each tensor.
             factor = self._factors.get((value, dtype))
@@ -387,9 +385,9 @@ class Factors:
             torch._foreach_mul_([t for t in tensors if t.dtype == dtype], factor)
 
     def step_size(self, stack: Stack, group: dict[str, Any]) -> Float[Tensor, ""]:
-        """Return the negative learning rate with Adam's bias correction, or 0 for a skipped step.
+        """Return the negative learning rate with Adam's bias correction.
 
-        Stacks with the same step count and dtype get the same tensor.
+        It is 0 if a gradient of this step is not finite.
 
         Args:
             stack: Parameters with the same step count.

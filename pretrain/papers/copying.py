@@ -234,8 +234,9 @@ class CopyingTest(PeriodicEvaluation):
             step: Number of optimizer steps that the run has completed.
 
         Returns:
-            Percentages for each length of strings, such as 50: `letters_50` of correct letters, and
-            `strings_50` of entirely correct strings. The mapping is empty if no test is due.
+            Two percentages for each length of strings. For length 50, `letters_50` is the
+            percentage of correct letters, and `strings_50` that of strings without a wrong letter.
+            The mapping is empty if no test is due.
         """
         options, percentages = self.options, {}
         if self.timeline.is_due(options.test_epochs, step):
