@@ -205,16 +205,19 @@ def test_the_unpacked_size_must_fit_on_the_disk(tmp_path, monkeypatch, name):
             member = tarfile.TarInfo("x/y.txt")
             member.size = len(content)
             tarred.addfile(member, io.BytesIO(content))
-    free = SimpleNamespace(free=4999)
-    monkeypatch.setattr(data_command.shutil, "disk_usage", lambda _: free)
+    free, asked, out = SimpleNamespace(free=4999), [], tmp_path / "new/out"
+    monkeypatch.setattr(data_command.shutil, "disk_usage", lambda path: asked.append(path) or free)
 
     with pytest.raises(MachineError) as caught:
-        data_command.unpack(tmp_path / name, tmp_path / "out")
+        data_command.unpack(tmp_path / name, out)
     assert caught.value.hint == ("--data-root", "{folder}")
-    assert not (tmp_path / "out").exists()
+    assert not out.parent.exists()
     free.free = 5000
-    data_command.unpack(tmp_path / name, tmp_path / "out")
-    assert (tmp_path / "out/x/y.txt").read_bytes() == content
+    for _ in range(2):
+        data_command.unpack(tmp_path / name, out)
+    assert (out / "x/y.txt").read_bytes() == content
+    # The folder may be on another disk than its parents.
+    assert asked == [tmp_path, tmp_path, out]
 
 
 def test_a_damaged_archive_is_reported(published, tmp_path, capsys):

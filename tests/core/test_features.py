@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnsupportedEncoderError
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.layers import FACETS, resolve_layers
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, load_encoder
 from ssl_bench.models.timm_model import TimmBackbone
@@ -150,9 +150,11 @@ def test_timm_models_without_class_token_and_with_registers_work(kwargs):
         FeatureExtractor(encoder, layers=[2])(images)
     assert torch.equal(found["token"].flatten(1, 2), seen[0][:, -15:])
     if "class_token" in kwargs:
-        with pytest.raises(UnsupportedEncoderError) as caught:
-            FeatureExtractor(encoder, layers=[0], facets=["cls"])
-        assert caught.value.hint == ("probe.facet=token", "or", "--facet", "token")
+        lacking: list[Facet] = ["cls", "cls_normed", "registers"]
+        for facet in lacking:
+            with pytest.raises(UnsupportedEncoderError) as caught:
+                FeatureExtractor(encoder, layers=[0], facets=[facet])
+            assert caught.value.hint == ("probe.facet=token", "or", "--facet", "token")
 
 
 def test_one_pass_computes_the_blocks_up_to_the_deepest_layer():

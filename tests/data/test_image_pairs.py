@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
+from ssl_bench.data import samples
 from ssl_bench.data.layouts.pf_willow import PfWillow
 from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.samples import Dataset
@@ -161,6 +162,17 @@ def test_wrong_and_missing_files_of_willow_are_named(willow):
     picture(0).save(willow / "car(G)/a-b.png")
     with pytest.raises(DataError, match="a-b"):
         PfWillow(willow).val()
+
+
+def test_pairs_and_images_are_counted_separately(base, willow, monkeypatch):
+    for dataset in (Spair71k(base), PfWillow(willow)):
+        counts = {"val": len(dataset.val()), "images": len(dataset.images())}
+        for changes in ({}, {"val": 999}, {"images": 999}):
+            published = {dataset.name: counts | changes}
+            monkeypatch.setattr(samples, "PUBLISHED_COUNTS", published)
+            for split, images in (("val", dataset.val()), ("images", dataset.images())):
+                is_part = f"-{counts[split]}" if split in changes else ""
+                assert images.name == dataset.name + is_part
 
 
 @pytest.mark.data

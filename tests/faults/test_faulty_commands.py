@@ -6,6 +6,7 @@ Faulty arguments are tested in `test_fault_table`.
 import errno
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -25,6 +26,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import compose_config, import_component
 from ssl_bench.errors import BrokenFileError, ConfigurationError
+from ssl_bench.request import ProbeRequest
 from ssl_bench.system.endings import run_and_catch
 from tests.core.test_extending import FILES, ROOT
 from tests.faults.test_fault_table import PCA, PROBE, RUN
@@ -85,6 +87,13 @@ def test_a_probe_of_another_package_is_imported_only_for_use(workdir, monkeypatc
     assert "'Twos'" in expect_error(capsys, shlex.split(f"{PROBE} absent"), 5)
     line = f"{target / 'misspelt.py'}, line 3"
     assert line in expect_error(capsys, shlex.split(f"{PROBE} misspelt"), 5)
+    # The other tasks are not imported here, which would take seconds.
+    few = {"probe": ["absent", "misspelt", "ones", "pca"], "dataset": ["folder"]}
+    monkeypatch.setattr("ssl_bench.request.choices", few.get)
+    request = ProbeRequest.parse(task="all", dataset="folder", overrides=())
+    assert (request.tasks, request.all_tasks) == (["ones", "pca"], True)
+    said = re.findall(r"left out: (\w+): ", capsys.readouterr().err)
+    assert said == ["absent", "misspelt"]
 
 
 BROKEN_FILES = {

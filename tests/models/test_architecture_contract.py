@@ -71,7 +71,7 @@ class Half(nn.Module):
 REDUCED = {
     "image_size": 32, "patch_size": 8, "dim": 12, "depth": 2, "num_heads": 2, "num_states": 3,
     "head_width": 4, "num_tokens": 7, "name": "vit_tiny_patch16_224", "widths": (12,),
-    "depths": (2,), "heads": (3,),
+    "depths": (2,), "heads": (3,), "graying": "dct", "drop_path": 0.5,
 }  # fmt: skip
 KINDS = [*registered_names("model"), "patch_mlp"]
 

@@ -171,6 +171,8 @@ def test_default_sizes_come_from_the_architecture():
     assert (swin.patch_size, swin.window_size, vit.patch_size) == (4, 7, 16)
     assert (swin.depth, swin.dim, swin.block_info.strides[::8]) == (24, 768, (4, 16, 16))
     assert TimmConfig.from_dict(json.loads(json.dumps(swin.to_dict()))) == swin
+    for name, size in (("swin_base_patch4_window12_384", 12), ("swin_s3_tiny_224", 7)):
+        assert TimmConfig(name=name).window_size == size
     atto = TimmConfig(name="convnext_atto", image_size=32, patch_size=2)
     assert atto.block_info.strides[::4] == (4, 16, 16)
 

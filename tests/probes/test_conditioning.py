@@ -340,6 +340,14 @@ def test_a_checkpoint_equals_itself_and_differs_from_another(run, tmp_path):
     assert all(0 < r.value < 0.999 for r in other)
     assert [len(r.details["with_every_block"]) for r in other] == [2, 2]
     assert other[0].details["other"] == "other"
+    # CKA is symmetric, and the score of a block does not depend on which blocks are requested.
+    swapped = {"protocol": "checkpoints", "compare_to": str(paths[0])}
+    (last,) = run(load_encoder(str(paths[1])), layers=(1,), out="swapped", **swapped)
+    assert last.value == pytest.approx(other[1].value)
+    assert last.ci95 == pytest.approx(other[1].ci95)
+    assert [r.details["with_every_block"][1] for r in (last, other[1])] == [
+        last.value, other[1].value
+    ]  # fmt: skip
     assert same[0].key() != other[0].key()
     with pytest.raises(ConfigurationError, match="one has 5 tokens and coarse has 2"):
         run(encoder, protocol="checkpoints", compare_to=str(paths[2]))

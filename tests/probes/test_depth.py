@@ -85,13 +85,18 @@ def test_the_gradient_equals_finite_differences():
     assert torch.autograd.gradcheck(lambda x: decode_depth(x, bins), [logits])
 
 
-def test_pieces_of_the_upsampled_logits_do_not_change_depth(monkeypatch):
-    logits, bins = random(2, 3, 4, 8), torch.linspace(1, 3, 8)
-    expected = decode_depth(logits, bins)
+def test_pieces_of_the_upsampled_logits_change_neither_depth_nor_gradient(monkeypatch):
+    logits, bins = random(5, 2, 4, 8).requires_grad_(), torch.linspace(1, 3, 8)
 
-    monkeypatch.setitem(PIECE_BYTES, "cpu", 1)
+    def decode() -> tuple[torch.Tensor, torch.Tensor]:
+        depth = decode_depth(logits, bins)
+        return depth, torch.autograd.grad(depth.square().sum(), logits)[0]
 
-    torch.testing.assert_close(decode_depth(logits, bins), expected)
+    expected = decode()
+    # A map has 3 rows of cells with 2560 bytes. A piece has 1 row, 2 rows or 2 maps.
+    for num_bytes in (1, 2 * 2560, 7 * 2560):
+        monkeypatch.setitem(PIECE_BYTES, "cpu", num_bytes)
+        torch.testing.assert_close(decode(), expected)
 
 
 def test_cls_is_joined_to_each_patch():

@@ -176,6 +176,14 @@ def test_a_damaged_or_incomplete_reference_recommends_a_command(tmp_path):
         torch.testing.assert_close(one, both[name], atol=1e-6, rtol=0)
     save_reference(tmp_path, "skip", {"a": both["a"]})
     assert find_reference(str(tmp_path), tmp_path / "pictures", "image") == tmp_path
+    for name in ("vit-1-d", "vit-2-1-d", "vit-3-1-d", "vit-4-other"):
+        (tmp_path / name / "image").mkdir(parents=True)
+        save_reference(tmp_path / name / "image", name, both)
+    for name, found in (("vit", "vit-1-d"), ("vit-2", "vit-2-1-d"), ("vit-3-1", "vit-3-1-d")):
+        assert find_reference(name, tmp_path / "me-1-d", "image") == tmp_path / found / "image"
+    for name in ("vi", "vit-4"):
+        with pytest.raises(ConfigurationError):
+            find_reference(name, tmp_path / "me-1-d", "image")
     with pytest.raises(DataError, match="2 of 3 images, such as b") as lacking:
         load_reference(tmp_path, ["a", "b", "c"])
     assert lacking.value.hint == ("--pictures", "{number}")

@@ -246,6 +246,16 @@ def test_seed_norm_and_training_images_change_the_scores(tmp_path):
     assert details["num_train_images"] + details["num_held_out_images"] == 5
 
 
+def test_features_after_the_final_norm_are_not_standardised(tmp_path):
+    encoder = tiny_encoder()
+    encoder.module.set_submodule("norm", torch.nn.Identity())
+    none, final = (
+        quick_probe(epochs=2, norm=norm).run(probe_context(tmp_path, encoder, layers=(3,)))
+        for norm in ("none", "final")
+    )
+    assert score_values(none) == score_values(final)
+
+
 def test_images_without_a_label_and_equal_features_are_reported(tmp_path):
     encoder = tiny_encoder()
     with torch.no_grad():

@@ -100,6 +100,11 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
         "lr=1e-3 key": {"dog-7": "lr=1e-3-key-dog-7.png"},
         "reference": {"grid": "reference/grid.png"},
     }
+    for layer in (0, 1):
+        ResultStore(tmp_path).save(build_record(layer=layer))
+    assert main(["report", "--out", str(tmp_path), "--layer", "1"]) == 0
+    shown = (tmp_path / "report").rglob("one.png")
+    assert {path.parent.name for path in shown} == {"block01_key"}
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +164,9 @@ def test_the_provenance_of_each_record_has_its_own_rounded_values(tmp_path):
     details = {"seconds": [0.123456, math.inf], "long": "x" * 201, "short": "x" * 200, "map": {}}
     records = [
         replace(
-            build_record(value=value, facet=facet, layer=n), settings={"tau": n}, details=details
+            build_record(value=value, facet=facet, layer=n),
+            settings={"tau": n},
+            details={**details, "n": n},
         )
         for value, facet, n in values
     ]
@@ -170,7 +177,7 @@ def test_the_provenance_of_each_record_has_its_own_rounded_values(tmp_path):
     for (value, facet, n), row in zip(values, rows, strict=True):
         assert (row["value"], row["facet"], row["block"]) == (round(value, 4), facet, n)
         assert row["settings"] == {"tau": n}
-        assert row["details"] == {"seconds": [0.1235, "inf"], "short": "x" * 200}
+        assert row["details"] == {"seconds": [0.1235, "inf"], "short": "x" * 200, "n": n}
     assert (last["value"], last["unit"]) == (123457, "plain number")
     assert last["95 % interval"] == [0.000123457, "inf"]
 
