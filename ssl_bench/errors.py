@@ -114,7 +114,7 @@ class MachineError(SslBenchError, OSError):
 
 
 class BrokenFileError(MachineError):
-    """Raised if a Python file cannot be run, for example because it has a syntax error."""
+    """Raised if a Python file cannot be used, for example because it has a syntax error."""
 
 
 class Preempted(SslBenchError):

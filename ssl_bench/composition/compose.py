@@ -41,6 +41,7 @@ from ssl_bench.composition.choices import (
 from ssl_bench.composition.fields import describe_type, format_value, require_type
 from ssl_bench.errors import (
     PACKAGES,
+    BrokenFileError,
     ConfigurationError,
     broken_file_error,
     escape_braces,
@@ -389,7 +390,7 @@ def import_component(import_path: Any, key: str) -> type:
 
     Raises:
         ConfigurationError: The class is not allowed.
-        BrokenFileError: The file of the class cannot be imported.
+        BrokenFileError: The class cannot be imported, or an entry point is no dataclass.
     """
     import_path = _MOVED.get(str(import_path), import_path)
     package, name = str(import_path).partition(".")[0], str(import_path).rpartition(".")[2]
@@ -424,8 +425,9 @@ def _import_attribute(import_path: str) -> Any:
 def _load_component(point: metadata.EntryPoint) -> type:
     cls = load_entry_point(point)
     if not (isinstance(cls, type) and is_dataclass(cls)):
-        raise ConfigurationError(
-            f"the entry point {point.name} = {point.value} must be a dataclass"
+        raise BrokenFileError(
+            f"the entry point {point.name} = {point.value} must be a dataclass. Correct or "
+            "uninstall its package"
         )
     return cls
 

@@ -83,17 +83,17 @@ def test_a_probe_of_another_package_is_imported_only_for_use(workdir, monkeypatc
     assert not mark.exists()
     assert "probe.value" in expect_error(capsys, shlex.split(f"{PROBE} ones probe.value=x"), 2)
     assert mark.exists()
-    assert "dataclass" in expect_error(capsys, shlex.split(f"{PROBE} none"), 2)
+    assert "dataclass" in expect_error(capsys, shlex.split(f"{PROBE} none"), 5)
     assert "'Twos'" in expect_error(capsys, shlex.split(f"{PROBE} absent"), 5)
     line = f"{target / 'misspelt.py'}, line 3"
     assert line in expect_error(capsys, shlex.split(f"{PROBE} misspelt"), 5)
     # The other tasks are not imported here, which would take seconds.
-    few = {"probe": ["absent", "misspelt", "ones", "pca"], "dataset": ["folder"]}
+    few = {"probe": ["absent", "misspelt", "none", "ones", "pca"], "dataset": ["folder"]}
     monkeypatch.setattr("ssl_bench.request.choices", few.get)
     request = ProbeRequest.parse(task="all", dataset="folder", overrides=())
     assert (request.tasks, request.all_tasks) == (["ones", "pca"], True)
     said = re.findall(r"left out: (\w+): ", capsys.readouterr().err)
-    assert said == ["absent", "misspelt"]
+    assert said == ["absent", "misspelt", "none"]
 
 
 BROKEN_FILES = {
