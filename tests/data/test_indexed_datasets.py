@@ -20,7 +20,12 @@ from torchvision.transforms import v2
 import ssl_bench
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
-from ssl_bench.data.files.readable import ImageSubset, count_shared_files, select_images
+from ssl_bench.data.files.readable import (
+    ImageSubset,
+    count_shared_files,
+    image_digests,
+    select_images,
+)
 from ssl_bench.data.layouts import hugging_face
 from ssl_bench.data.layouts.python_dataset import PythonDataset, to_pixels
 from ssl_bench.data.samples import ImageSet
@@ -255,6 +260,26 @@ def test_the_identity_is_that_of_the_content():
         fingerprint(names=["a", "b", "c"]),
     ]
     assert len({fingerprint(), *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("target", "other"),
+    [
+        (mask(0), mask(1)),
+        (mask(0), mask(0) + 1),
+        (BOXES, BOXES + 1),
+        (BOXES, np.concatenate([BOXES, BOXES])),
+        (BOXES[:0], BOXES),
+    ],
+)
+def test_changed_masks_and_boxes_are_another_dataset_of_the_same_images(target, other):
+    one, another = (
+        open_sets(images=Items(0, 2, target=lambda _, own=own: own)).images()
+        for own in (target, other)
+    )
+    assert len(image_digests(one) or []) == 2
+    assert image_digests(one) == image_digests(another)
+    assert one.fingerprint() != another.fingerprint()
 
 
 def test_a_random_transform_is_refused():

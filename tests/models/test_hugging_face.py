@@ -394,6 +394,8 @@ def test_a_transformers_dinov3_has_its_own_normalisation_and_depth(tmp_path, din
     encoder = load_encoder(folder)
     assert encoder.mean == pytest.approx(DINOV3_COLOURS["image_mean"])
     assert encoder.normalization_source == "preprocessor_config.json"
+    # Only the mask token is not used.
+    assert (encoder.loaded_keys, encoder.total_keys) == (40, 41)
     # timm supports no other base of the rotary positions. Its key depends on the version of
     # transformers.
     places = ({"rope_theta": 50.0}, {"rope_parameters": {"rope_theta": 50.0}})

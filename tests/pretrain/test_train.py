@@ -114,15 +114,30 @@ def test_a_stopped_run_continues_bit_for_bit(root, tmp_path):
     assert_resumes_exactly(plan, tmp_path, sent=signal.SIGUSR1)
 
 
+@pytest.mark.parametrize("is_early", [True, False])
 @pytest.mark.parametrize(
-    ("number", "error"), [(signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)]
+    ("number", "error"),
+    [
+        (signal.SIGTERM, Preempted),
+        (signal.SIGUSR1, Preempted),
+        (signal.SIGINT, KeyboardInterrupt),
+    ],
 )
-def test_a_signal_before_the_first_step_ends_the_run(root, tmp_path, monkeypatch, number, error):
-    def send_signal(images):
+def test_a_signal_before_the_first_step_ends_the_run(
+    root, tmp_path, monkeypatch, number, error, is_early
+):
+    def send_signal(*_):
         os.kill(os.getpid(), number)
+        return torch.device("cpu")
+
+    def read_images(images):
+        if not is_early:
+            send_signal()
         pytest.fail("the run continues")
 
-    monkeypatch.setattr(train, "describe_training_images", send_signal)
+    if is_early:
+        monkeypatch.setattr("pretrain.plan.choose_device", send_signal)
+    monkeypatch.setattr(train, "describe_training_images", read_images)
     with pytest.raises(error):
         plan_of(root).run(tmp_path, device="cpu")
     assert not (tmp_path / LOG).exists()

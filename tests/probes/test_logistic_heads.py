@@ -89,9 +89,10 @@ def test_heads_that_reach_the_limit_of_iterations_are_counted():
     # With equal features, the frequencies of the classes are the best prediction from the start.
     features.features[1].zero_()
     heads = train_heads(torch.arange(NUM_IMAGES), features=features, max_iterations=2)
-    assert heads.unconverged == (len(C_VALUES), 0)
     assert heads.constant_channels[1] == 64
-    assert heads.stalled == (0, 0)
+    counts = [heads.convergence(source) for source in (0, 1)]
+    assert [count["unconverged_heads"] for count in counts] == [len(C_VALUES), 0]
+    assert [count["stalled_heads"] for count in counts] == [0, 0]
 
 
 def test_each_convex_problem_stops_separately():

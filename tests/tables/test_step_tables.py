@@ -77,6 +77,21 @@ def test_logged_values_have_four_digits_or_no_decimals():
     assert [format_logged(value, "") for value in values] == list(values.values())
 
 
+def test_percentages_have_one_decimal_and_their_curves_a_unit(tmp_path, print_table):
+    percentages = ["knn_top5", "val_top1", "train_top1", "letters_50", "strings_50"]
+    percentages += ["data_wait", "mfu"]
+    numbers = ["loss", "lr", "val_loss", "images_per_second"]
+    measures = dict.fromkeys([*percentages, *numbers], lambda step: 10.0 * step)
+    run = write_log(tmp_path / "run", make_rows(3, **measures))
+
+    for names, text, unit in ((percentages, "20.0", "%"), (numbers, "20.00", "")):
+        metric = ",".join(names)
+        cells = parse_markdown(print_table(run, "--metric", metric))
+        assert (cells["step"], cells["2"]) == (names, [text] * len(names))
+        curves = step_table(read_run_logs([run]), metric, has_all=False).curves_by_measure()
+        assert [curve.unit for curve in curves] == [unit] * len(names)
+
+
 def test_printed_columns_are_measures_and_runs(pretrained_runs, print_table):
     single = parse_markdown(print_table(pretrained_runs / "dino"))
 

@@ -155,8 +155,12 @@ def _from_file(
     with require_unchanged(path):
         digest = verify_sha256(path)
         backbone = find_backbone(read_weights(path), path)
+        used = None
         if name is None:
-            backbone = rename_dinov3(backbone, path)
+            unfused = backbone
+            backbone = rename_dinov3(unfused, path)
+            # Count the file's tensors, of which queries, keys and values are then joined.
+            used = len(unfused.weights) - (len(backbone.ignored) - len(unfused.ignored))
             name = dinov3_architecture(backbone.weights)
             depths, _ = _depths_and_width(backbone.weights)
             config = {**config, "model_args": {"depth": depths[0]} if depths else {}}
@@ -176,7 +180,7 @@ def _from_file(
         uri=uri,
         name=label,
         sha256=digest,
-        keys=(len(model.state_dict()), backbone.total),
+        keys=(len(model.state_dict()) if used is None else used, backbone.total),
         weights_info=WeightsInfo("timm", source, backbone.ignored, note, path),
     )
     if {"mean", "std"} <= _mapping(config, "pretrained_cfg", path).keys():
