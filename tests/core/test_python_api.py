@@ -834,7 +834,7 @@ PIXELS = np.zeros((8, 8, 3), np.uint8)
         (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "got uint8: divide by 255"),
         (torch.linspace(-2, 2, 192).view(1, 3, 8, 8), "got -2 to 2: .*not normalised"),
         (torch.full((1, 3, 8, 8), torch.nan), "not finite"),
-        (torch.rand(3, 8, 8), r"pass images\[None\]"),
+        (torch.rand(3, 8, 8), r"images\[None\]"),
         (torch.rand(1, 8, 8, 3), "got 1 x 8 x 8 x 3"),
         ([torch.rand(3, 8, 8) * 255], "divide by 255"),
         ([torch.rand(1, 3, 8, 8)], "got 1 x 3 x 8 x 8"),
