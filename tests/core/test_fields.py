@@ -72,6 +72,7 @@ def test_every_number_of_every_component_has_a_legal_range():
     assert not found
 
 
+@pytest.mark.slow
 def test_no_field_accepts_infinite_or_huge_numbers():
     for kind in configured_classes():
         for item in (item for item in fields(kind) if item.init):
