@@ -133,12 +133,12 @@ def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
 
 @cache
 def _entry_points(path: tuple[str, ...], group: str) -> tuple[metadata.EntryPoint, ...]:
-    # Reading the metadata of all installed packages is slow. `path` is only a key of the cache.
     return tuple(_all_entry_points(path).select(group=group))
 
 
 @cache
 def _all_entry_points(path: tuple[str, ...]) -> Any:
+    # Reading the metadata of all installed packages is slow. `path` is only a key of the cache.
     del path
     return metadata.entry_points()
 

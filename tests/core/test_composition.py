@@ -1,5 +1,6 @@
 """Test that configurations combine defaults and overrides, and that they build components."""
 
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -83,6 +84,18 @@ def test_every_field_of_every_class_can_be_overridden(group):
         for key, kind in components(config):
             names = [f"{key}.{item.name}".lstrip(".") for item in fields(kind) if item.init]
             assert set(names) <= set(known)
+
+
+def test_a_reference_gets_the_value_of_its_key_and_no_other_kind_is_accepted(tmp_path, monkeypatch):
+    assert compose_config("data", ["dataset=folder", "data.root=a"])["dataset"]["root"] == "a"
+    folder = tmp_path / "configs"
+    shutil.copytree(config_folder(), folder)
+    monkeypatch.setattr("ssl_bench.composition.compose.config_folder", lambda: folder)
+    file = folder / "dataset/folder.yaml"
+    file.write_text(file.read_text().replace("${data.root}", "${data.root}/images"))
+
+    with pytest.raises(ConfigurationError, match="images"):
+        compose_config("data", ["dataset=folder"])
 
 
 def test_keys_missing_in_a_file_get_the_default_value():

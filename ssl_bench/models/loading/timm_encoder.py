@@ -159,7 +159,7 @@ def _from_file(
         if name is None:
             unfused = backbone
             backbone = rename_dinov3(unfused, path)
-            # Count the file's tensors, of which queries, keys and values are then joined.
+            # Renaming joins queries, keys and values, so it reduces the number of tensors.
             used = len(unfused.weights) - (len(backbone.ignored) - len(unfused.ignored))
             name = dinov3_architecture(backbone.weights)
             depths, _ = _depths_and_width(backbone.weights)
