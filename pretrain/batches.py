@@ -57,7 +57,7 @@ class BatchChunks(Dataset[Any]):
 
     An item is the return value of `cut`, except in two cases:
 
-    - It is a `ChunkWithReplacements` if other images have replaced unreadable ones.
+    - It is a `ChunkWithReplacements` if unreadable images were replaced by other images.
     - It is a `DataError` if an image cannot be read and may not be replaced. The error is returned
       and not raised, because PyTorch would replace its message by a traceback of the data worker.
 
@@ -196,8 +196,8 @@ def make_sample_generator(
 ) -> np.random.Generator:
     """Return the random number generator for the crops of an image.
 
-    An image has other crops in each epoch, and in each of its repeats within an epoch. They do not
-    depend on the batch, the process or the data worker that crops the image.
+    The crops of an image differ between epochs, and between the repeats within an epoch. They do
+    not depend on the batch, the process or the data worker that crops the image.
 
     Args:
         seed: Seed of the run.

@@ -5,7 +5,8 @@ Each checkpoint is written in this order:
 1. `state.new.pt`: the training state, under a temporary name until it is complete.
 2. `state.pt.sha256`: the SHA-256 of the new state and of the current one.
 3. `state.pt` is renamed to `state.previous.pt`, and `state.new.pt` to `state.pt`.
-4. `last.safetensors`: the encoder. `last.safetensors.sha256` contains its SHA-256.
+4. `last.safetensors`: the encoder. Its SHA-256 is in `last.safetensors.sha256`, which is written
+   first.
 
 Each file appears complete or not at all, so at least one usable state remains if the process is
 killed or the disk is full. If the process is killed before step 2, the old `state.pt` remains. If
@@ -61,12 +62,17 @@ class Saver:
 
     A process that exits waits for this thread, because torch aborts the process if a thread is
     stopped while it runs torch code.
+
+    Attributes:
+        saved_step: Number of steps of the last training state that was saved, or with which the
+            run was resumed.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._thread = futures.ThreadPoolExecutor(1, "writer")
         self._jobs: list[tuple[str, futures.Future[None]]] = []
+        self.saved_step = 0
 
     def save(
         self,
@@ -78,8 +84,8 @@ class Saver:
         """Copy a training state to CPU memory, and let the thread save it and the encoder.
 
         The new files replace the last saved state and encoder. The caller waits for the copy, but
-        not for the disk. A state whose weights are not finite is not written, because it would
-        replace the last usable state.
+        not for the disk. Weights that are not finite are not saved, because they would replace the
+        last usable ones. A message then says so.
 
         Args:
             state: State of the run. `state["learner"]` contains the weights of all networks.
@@ -90,10 +96,11 @@ class Saver:
         state = copy_to_host(state)
 
         def work() -> None:
-            if not all(bool(value.isfinite().all()) for value in state["learner"].values()):
+            if not _are_finite(state["learner"].values()):
                 say(f"step {state['step']}: weights are not finite and are not saved")
                 return
             save_state(self._folder, state)
+            self.saved_step = state["step"]
             save_encoder(self._folder / ENCODER, encoder, metadata)
 
         self.submit(STATE, work)
@@ -107,7 +114,8 @@ class Saver:
     ) -> None:
         """Save the encoder after an epoch to its own file, such as `epoch0100.safetensors`.
 
-        The background thread writes the file. Later epochs do not replace it.
+        The background thread writes the file. Later epochs do not replace it. Weights that are not
+        finite are not saved, and a message says so.
 
         Args:
             epoch: Number of epochs that the run has completed.
@@ -118,6 +126,9 @@ class Saver:
         name = epoch_file_name(epoch)
 
         def work() -> None:
+            if not _are_finite(encoder.state_dict().values()):
+                say(f"epoch {epoch}: weights are not finite and are not saved")
+                return
             save_encoder(self._folder / name, encoder, metadata)
             say(f"epoch {epoch}: kept {name}")
 
@@ -236,6 +247,10 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
         raise
 
 
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
 def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path]:
     """Load the newest complete training state of a run. Return it and the path of its file.
 
@@ -327,7 +342,8 @@ def prepare_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
         folder: The run folder.
         resume: Whether the run in the folder is continued. Its files are then kept, even if
             `overwrite` is true.
-        overwrite: Whether the files of the run in the folder are deleted.
+        overwrite: Whether the files that a run writes are deleted. Other files are kept, including
+            the folders of TensorBoard and Weights & Biases.
 
     Raises:
         ConfigurationError: The folder contains a run, and neither `resume` nor `overwrite` is true.

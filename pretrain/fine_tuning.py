@@ -125,8 +125,8 @@ def _require_same_architecture(
     if not isinstance(module, type(encoder)):
         raise ConfigurationError(
             f"init_from={address} is a {type(module).__name__}, but this run trains a "
-            f"{type(encoder).__name__}. Use a checkpoint of the same architecture. An address "
-            "timm:NAME@FILE always gives a timm model, so set init_from=FILE instead"
+            f"{type(encoder).__name__}. Use a checkpoint of the same architecture. If its address "
+            "is timm:NAME@FILE, give only FILE"
         )
     may_differ = {"image_size", *config.training_fields}
     if isinstance(config, ViTConfig) and config.position_embedding == "sinusoidal":

@@ -263,10 +263,10 @@ class ProgressBar:
         # A resumed run must keep its settings, so only a new run gets this advice.
         if step == _STEPS_BEFORE_ESTIMATE and left > _LONG:
             self.say(
-                f"the run needs about {format_duration(left)} more on this machine. With "
-                f"train.max_steps={max(int(_HOUR / seconds), 1)} it would take about an hour. A "
-                "smaller train.epochs, data.limit, data.image_size or model=, such as "
-                "vit_tiny_skip, takes less time"
+                f"the run will take about {format_duration(left)} on this machine. With "
+                f"train.max_steps={max(int(_HOUR / seconds), 1)} it would take about an hour. "
+                "Smaller values of train.epochs, data.limit or data.image_size, or a smaller model "
+                "such as model=vit_tiny_skip, also shorten it"
             )
         if _STEPS_BEFORE_WAITING // 2 < done <= _STEPS_BEFORE_WAITING:
             self._waits.append(row["data_wait"])
@@ -274,9 +274,9 @@ class ProgressBar:
             waiting = mean(self._waits)
             if waiting > _MUCH_WAITING:
                 self.say(
-                    f"{waiting:.0f} % of the time is spent waiting for data. A larger "
-                    "train.num_workers, smaller images (`ssl-bench data shrink DIR --out COPIES`), "
-                    "data.in_memory=true or train.repeats=2 shortens it"
+                    f"{waiting:.0f} % of the time is spent waiting for data. What may help: a "
+                    "larger train.num_workers, smaller images (`ssl-bench data shrink DIR --out "
+                    "COPIES`), data.in_memory=true, or train.repeats=2"
                 )
         is_early = done == _STEPS_BEFORE_ESTIMATE and left > _SECONDS_BETWEEN_LINES
         is_due = is_early or step == self._total or now - self._last_line >= _SECONDS_BETWEEN_LINES
@@ -300,7 +300,7 @@ class Clock:
     All times are values of `time.monotonic`.
 
     Attributes:
-        run_start: Time at which the run started.
+        run_start: Time at which this command started or resumed the run.
         last_save: Time of the last checkpoint.
         training_start: Time at which training started, or continued after an evaluation.
     """

@@ -143,8 +143,8 @@ class Monitor:
         root = self.root or data.root
         if root is None:
             raise ConfigurationError(
-                "the monitor evaluates the encoder on labelled images, and expects a folder with "
-                "train/CLASS/IMAGE",
+                "the monitor evaluates the encoder during training, and expects a folder of "
+                "labelled images such as train/CLASS/IMAGE",
                 hint=("monitor.root={folder}",),
             )
         layout = WebDataset if is_webdataset(root) else ClassFolders
@@ -187,8 +187,8 @@ class Monitor:
                 )
             if images.class_names != val.class_names:
                 raise ConfigurationError(
-                    "monitor.accuracy_epochs needs the same class names in monitor.root "
-                    f"({len(val.class_names)} classes) as in the training images "
+                    "the accuracy cannot be computed, because the images in monitor.root have "
+                    f"other class names ({len(val.class_names)} classes) than the training images "
                     f"({len(images.class_names)} classes). Choose another monitor.root, or set "
                     "monitor.accuracy_epochs=null"
                 )

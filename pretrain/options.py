@@ -58,7 +58,8 @@ class DataOptions:
             model.
         in_memory: Decode all images once and keep them in memory.
         on_bad_image: With "skip", an image that cannot be read is replaced by the next readable
-            one, and a message lists the images that were left out. With "fail", the run stops.
+            one. When the next checkpoint is saved, a message lists the images that were left out.
+            With "fail", the run stops.
         labels: Whether images have classes. A folder then contains `train/CLASS/IMAGE` or
             `CLASS/IMAGE`, and tar files contain class numbers in `KEY.cls`. The default depends on
             the objective.
@@ -155,8 +156,8 @@ class TrainOptions:
     Attributes:
         epochs: Length of the run in epochs.
         max_steps: Maximum length of the run in optimizer steps. All schedules end with the run.
-        max_minutes: Save and stop after this time in minutes. The schedules do not depend on it,
-            and `--resume` continues the run.
+        max_minutes: Save and stop after this time in minutes, counted from the start of the
+            command. The schedules do not depend on it, and `--resume` continues the run.
         batch_size: Number of images in an optimizer step, over all processes and micro-batches. The
             default is 64, or, for small sets, the largest power of two that gives at least four
             steps per epoch.
@@ -186,14 +187,14 @@ class TrainOptions:
         weight_decay: Weight decay at the first step. It follows a cosine to `final_weight_decay`.
         final_weight_decay: Weight decay at the end of the run.
         decay_tokens: Apply weight decay to class token, registers, mask token and position
-            embedding, as the official DINO does. DeiT and timm exempt them. Biases and vectors are
-            always exempt.
+            embedding, as the official DINO does. DeiT and timm exempt them. Biases and parameters
+            with one axis are always exempt.
         max_grad_norm: Gradients with a larger norm are clipped to this norm, separately for each
             parameter tensor. With None, gradients are not clipped.
         global_norm: Clip the norm of all gradients together, instead of each tensor separately.
         precision: "auto" means bfloat16 on CUDA and float32 on other devices.
-        compile: Use torch.compile for the trained modules and the colour jitter. The default is
-            true on CUDA and false on other devices.
+        compile: Use torch.compile for the trained modules and, on CUDA, for the colour jitter. The
+            default is true on CUDA and false on other devices.
         deterministic: Use only operations with bitwise reproducible results, which are slower. A
             resumed run on a GPU is then bitwise identical to an uninterrupted run, as it always is
             on a CPU.
@@ -207,8 +208,8 @@ class TrainOptions:
         non_finite_patience: Stop after this number of consecutive steps whose loss or gradient is
             not finite.
         collapse_patience: Stop after this number of consecutive steps whose metrics show that the
-            run does not learn, for example because of a collapsed teacher. Steps of the warm-up do
-            not count.
+            run does not learn, for example because of a collapsed teacher. Steps of the warm-up, or
+            with a loss that is not finite, neither count nor end the series.
         tensorboard: Also write the log for TensorBoard (extra `track`).
         wandb: Also send the log to this project of Weights & Biases (package `wandb`).
     """
@@ -268,7 +269,7 @@ class TrainOptions:
         )
 
     def resolve_batch_size(self, num_images: int) -> "TrainOptions":
-        """Return a copy of these options, where the default replaces a batch size of None.
+        """Return a copy with the default batch size, if `batch_size` is None.
 
         The default depends only on the number of images, so that a command gives the same results
         on every machine.

@@ -90,7 +90,7 @@ class Pretraining:
         return self.data.find_images()
 
     def resolve_batch_size(self, num_images: int) -> "Pretraining":
-        """Return a copy of this object, where the default replaces a batch size of None.
+        """Return a copy with the default batch size, if `train.batch_size` is None.
 
         Args:
             num_images: Number of training images.
@@ -157,7 +157,8 @@ class Pretraining:
             extend: Continue the run in `out`, which must exist, with more `train.epochs` or
                 `train.max_steps`. From then on, the schedules have the values of a run that was
                 planned with the new length.
-            overwrite: Delete the run in `out`.
+            overwrite: Delete the files of the run in `out`, and start again. Other files are kept,
+                including the folders of TensorBoard and Weights & Biases.
             device: Device to train on. The default is a GPU if there is one.
             config: Content of `config.yaml`. By default, it is this object, converted to
                 dictionaries and lists by `describe`.

@@ -1,8 +1,8 @@
 """Save and restore the progress of a run, and check what has changed while it was stopped.
 
-A run is only resumed if it gives the same weights as an uninterrupted run. If the number of
-processes has changed, however, gradients are summed in another order, and random masks and mixtures
-of images differ. The following may change while a run is stopped:
+A resumed run gives the same weights as an uninterrupted run. There is one exception: if the number
+of processes changes, gradients are summed in another order, and random masks and mixtures of images
+may differ. The following may change while a run is stopped:
 
 - Settings that do not affect the weights, such as the number of data workers.
   `pretrain.description` lists these settings.
@@ -158,7 +158,7 @@ def restore_progress(
         raise _changed_error(path, changes, can_extend)
     if step > saved_steps:
         raise unusable_state_error(
-            path, f"has step {step}, but its run has only {saved_steps} steps"
+            path, f"was saved at step {step}, but its run has only {saved_steps} steps"
         )
 
     left_out = ranks.compute_on_main(partial(_find_unreadable, images, state[_LEFT_OUT]))
@@ -167,8 +167,8 @@ def restore_progress(
     if extend and (length_changes or not extensions):
         if steps <= saved_steps:
             raise ConfigurationError(
-                f"--extend expects more than the {saved_steps} steps of the run in {path.parent}, "
-                f"got {steps}",
+                f"the run in {path.parent} already has {saved_steps} steps, so --extend expects "
+                f"more, got {steps}",
                 hint=("train.epochs={larger}", "or", "train.max_steps={larger}"),
             )
         extensions.append({"step": step, "from_steps": saved_steps, "to_steps": steps})
@@ -182,7 +182,7 @@ def restore_progress(
         messages.append(
             f"the run was saved with {saved_processes} processes and continues with "
             f"{ranks.world_size}. Sums are rounded differently, and random masks and mixtures of "
-            "images differ, so the weights will not equal those of an uninterrupted run"
+            "images may differ, so the weights will not equal those of an uninterrupted run"
         )
     return Progress(step, extensions, left_out, left_out & {*state[_NEVER_USED]}), messages
 

@@ -30,9 +30,9 @@ class Timeline:
     def __post_init__(self) -> None:
         if self.total_steps < 1 or self.steps_per_epoch < 1:
             raise ConfigurationError(
-                f"a run needs at least one step, got {self.total_steps} steps with "
-                f"{self.steps_per_epoch} steps per epoch. Increase train.epochs or train.max_steps "
-                "or reduce train.batch_size"
+                f"the run would have {self.total_steps} steps, and {self.steps_per_epoch} steps "
+                "per epoch, expected at least 1. Increase train.epochs or train.max_steps, or "
+                "reduce train.batch_size"
             )
 
     def get_epoch(self, step: int) -> int:

@@ -14,8 +14,9 @@ class StopSignalHandler:
     """A handler that stores the last signal that asked this process to stop.
 
     SIGTERM, SIGHUP, SIGUSR1 and the first Ctrl-C (SIGINT) are only stored. The training loop then
-    finishes its step, saves a checkpoint and ends. A second Ctrl-C raises KeyboardInterrupt in the
-    middle of the step, which is lost. Inside `raise_immediately`, any signal raises an exception.
+    stops after one or two steps and saves a checkpoint. A second Ctrl-C raises KeyboardInterrupt in
+    the middle of the step, which is lost. Inside `raise_immediately`, any signal raises an
+    exception.
     """
 
     def __init__(self) -> None:
@@ -43,8 +44,8 @@ class StopSignalHandler:
     def raise_immediately(self) -> Generator[None]:
         """Inside a `with` block, raise an exception as soon as a signal to stop arrives.
 
-        Use this while there is nothing to save. If a signal has arrived before the block, the
-        exception is raised at its start.
+        Use this while there is nothing to save. If a signal has already arrived, the exception is
+        raised when the `with` block begins.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.

@@ -63,7 +63,7 @@ class Trainer:
             for module in learner.compilable():
                 module.compile(dynamic=False)
         # On a GPU, the colour jitter of crops is compiled too, unless it is forced to be eager.
-        self._is_eager = device.type == "cuda" and not uses_compile
+        self._forces_eager = device.type == "cuda" and not uses_compile
         self.network = ranks.wrap(learner.student)
         self._recipe = recipe
         self.optimizer = self._build_optimizer()
@@ -111,7 +111,7 @@ class Trainer:
         self._restore_statistics(statistics, found_inf)
         # After clipping, as in the official DINO: the norm includes the gradients of frozen layers.
         self.learner.freeze_gradients(step)
-        # The optimizers of torch and SOAP read these attributes, which are usually set by
+        # SOAP and the fused optimizers of torch read these attributes, which are usually set by
         # GradScaler. If `found_inf` is 1, the step changes nothing.
         vars(self.optimizer).update(found_inf=found_inf.float(), grad_scale=None)
         self.optimizer.step()
@@ -244,7 +244,7 @@ class Trainer:
         return {"loss": loss.detach(), **report}
 
     def _force_eager_if_configured(self) -> AbstractContextManager[object]:
-        return torch.compiler.set_stance("force_eager") if self._is_eager else nullcontext()
+        return torch.compiler.set_stance("force_eager") if self._forces_eager else nullcontext()
 
     def _restore_statistics(self, before: Iterable[Tensor], condition: Bool[Tensor, ""]) -> None:
         """If `condition` is true, copy `before`, the earlier batch statistics, to the student."""

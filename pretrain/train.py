@@ -3,7 +3,8 @@
 A run writes these files:
 
 - `config.yaml` before the first step, and again when unreadable images are left out.
-- One row of `log.jsonl` after each step. It contains an evaluation of the encoder if one is due.
+- One row of `log.jsonl` after each step (on a GPU, one step later). It contains an evaluation of
+  the encoder if one is due.
 - `epochNNNN.safetensors` after the epochs that `train.keep_epochs` and `train.keep_every` select.
 - A checkpoint every `train.checkpoint_minutes` and `train.checkpoint_epochs`, and after the last
   step. `pretrain/checkpoints.py` describes its files.
@@ -12,12 +13,13 @@ These events end a run before its last step:
 
 - The first Ctrl-C, another signal, or `train.max_minutes`: the run finishes the current step (on a
   GPU also the next one) and saves a checkpoint.
-- A second Ctrl-C: the current step and all unsaved steps are lost. Checkpoints that wait for the
-  disk are still written. A further Ctrl-C completes only the file that is being written.
+- A second Ctrl-C: the current step and all unsaved steps are lost. Earlier checkpoints that are
+  not on the disk yet are still written. A further Ctrl-C completes only the file that is being
+  written.
 - A `DataError` or `MachineError`, such as an unreadable image, a dead data worker or a full disk:
   the run saves all finished steps, if the disk allows it.
 - Any other error, `OutOfMemory`, and the loss of another process: nothing more is saved, and the
-  last checkpoint remains. This includes the `ConfigurationError` of a training that has diverged.
+  last checkpoint remains. One such error is the `ConfigurationError` of a run that has diverged.
 
 `pretrain/resume.py` describes what may change before the run is resumed.
 
@@ -111,11 +113,11 @@ class Run:
         options, crops = plan.train, plan.objective.crops
         parts = options.accumulation * ranks.world_size
         if options.resolved_batch_size % parts:
-            nearest = math.ceil(options.resolved_batch_size / parts) * parts
+            next_multiple = math.ceil(options.resolved_batch_size / parts) * parts
             raise ConfigurationError(
                 f"train.batch_size must be a multiple of {parts} (train.accumulation="
                 f"{options.accumulation} x {ranks.world_size} processes), got {options.batch_size}",
-                hint=(f"train.batch_size={nearest}",),
+                hint=(f"train.batch_size={next_multiple}",),
             )
         skips_unreadable = plan.data.on_bad_image == "skip"
         sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
@@ -193,6 +195,8 @@ class Run:
             extend=extend,
         )
         load_trainer_state(self.trainer, state, path)
+        if self.saver is not None:
+            self.saver.saved_step = self.progress.step
         self.messages += messages
 
     def write_config(self, config: Mapping[str, Any]) -> None:
@@ -301,7 +305,8 @@ class Run:
             yield str(self.workers)
 
     def _describe_saved(self) -> str:
-        return f"{self.progress.step} of {self.timeline.total_steps} steps are saved in {self.out}"
+        step = self.progress.step if self.saver is None else self.saver.saved_step
+        return f"{step} of {self.timeline.total_steps} steps are saved in {self.out}"
 
     def _read_micro_batches(self) -> Generator[Any, None, None]:
         """Yield the cropped images of each remaining micro-batch.

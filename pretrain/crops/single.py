@@ -219,9 +219,9 @@ class SingleCrop(ViewMaker):
         `num_ops` operations are drawn from all operations. Each of them is kept with probability
         0.5. Magnitudes below 0 become 0, and magnitudes above 10 become 10.
 
-        Source: RandAugment, https://arxiv.org/abs/1909.13719, like timm 1.0.31,
-        timm/data/auto_augment.py. The defaults are timm's "rand-m9-mstd0.5-inc1" with bicubic
-        interpolation. Bicubic interpolation is used by
+        Source: RandAugment, https://arxiv.org/abs/1909.13719, as implemented in
+        timm/data/auto_augment.py of timm 1.0.31. The defaults are timm's "rand-m9-mstd0.5-inc1"
+        with bicubic interpolation. Bicubic interpolation is used by
         https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/main.py
         (line 102), by the fine-tuning of MAE and by Xu et al. (2024). By default, timm chooses
         bicubic or bilinear interpolation at random.

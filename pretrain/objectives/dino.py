@@ -84,7 +84,7 @@ class Dino(Objective):
         """Build a learner whose teacher starts as a copy of its student. `class_names` is unused.
 
         Raises:
-            ConfigurationError: The model is not a Vision Transformer. Other encoders have batch
+            ConfigurationError: The model is not a Vision Transformer. Other encoders may have batch
                 statistics, but the teacher only follows the student's parameters.
         """
         del class_names

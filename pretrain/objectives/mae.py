@@ -61,11 +61,11 @@ class Mae(Objective):
         # Each half consists of as many sines as cosines.
         step = math.lcm(4, self.decoder_heads)
         if self.decoder_dim % step:
-            nearest = math.ceil(self.decoder_dim / step) * step
+            next_multiple = math.ceil(self.decoder_dim / step) * step
             raise ConfigurationError(
                 "objective.decoder_dim must be a multiple of 4 and of objective.decoder_heads = "
                 f"{self.decoder_heads}, got {self.decoder_dim}",
-                hint=(f"objective.decoder_dim={nearest}",),
+                hint=(f"objective.decoder_dim={next_multiple}",),
             )
 
     def build(

@@ -89,7 +89,7 @@ class Learner(nn.Module, ABC):
         Args:
             step: Number of the optimizer step, from 0.
             found_inf: Whether a gradient of this step was not finite. The optimizer has then left
-                the student unchanged.
+                the student unchanged. The method is called nevertheless.
         """
 
     def scheduled_values(self, step: int) -> dict[str, float]:
@@ -175,7 +175,7 @@ class GeneratingObjective(Objective, ABC):
     def build_evaluator(self, learner: Any, timeline: Timeline) -> PeriodicEvaluation:
         """Return an object that evaluates the learner during training.
 
-        The run uses it instead of the monitor, which evaluates encoders on labelled images.
+        It replaces the monitor, which evaluates encoders on labelled images.
         """
 
 

@@ -37,7 +37,12 @@ class OptimizerRecipe:
     lr: RateOrZero
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Build the optimizer for parameter groups, as `parameter_groups` returns them."""
+        """Build the optimizer for parameter groups, as `parameter_groups` returns them.
+
+        Before each step, the trainer sets the keys `lr` and `weight_decay` of the optimizer's
+        groups, so their order must not change. It also sets the attribute `found_inf`. If it is 1,
+        a gradient is not finite, and `step` must change nothing.
+        """
         raise NotImplementedError
 
 
@@ -45,7 +50,8 @@ class OptimizerRecipe:
 class AdamW(OptimizerRecipe):
     """Hyperparameters of AdamW. DINO uses the default values.
 
-    The fused implementation of torch is used, which updates many parameters with one kernel.
+    The fused implementation of torch updates many parameters with one kernel, and respects
+    `found_inf`.
     """
 
     lr: RateOrZero = 5e-4
@@ -115,11 +121,11 @@ def parameter_groups(
         decay_tokens: Whether tokens and position embeddings have weight decay.
 
     Returns:
-        A group with weight decay and a group without. If `layer_decay` is not 1, each layer has two
-        such groups. The embedding is the first layer, and each module of `blocks` is a further one.
-        `norm` and everything outside the encoder, such as the head, form the last layer. Each of
-        these groups has the key `lr_scale`, by which its learning rate is multiplied. It is
-        `layer_decay` to the power of the number of layers that follow.
+        A group with weight decay and a group without, in this order. If `layer_decay` is not 1,
+        each layer has two such groups. The embedding is the first layer, and each module of
+        `blocks` is a further one. `norm` and everything outside the encoder, such as the head, form
+        the last layer. Each of these groups has the key `lr_scale`, by which its learning rate is
+        multiplied. It is `layer_decay` to the power of the number of layers that follow.
 
     Raises:
         ConfigurationError: `layer_decay` is not 1, and the encoder has no sequence of blocks.
@@ -138,8 +144,8 @@ def parameter_groups(
     layers = {name: int(block[1]) + 1 for name, _ in named if (block := _BLOCK.match(name))}
     if not layers:
         raise ConfigurationError(
-            "train.layer_decay expects an encoder with one sequence of blocks, such as a ViT of "
-            "this suite, got another encoder",
+            "train.layer_decay is only possible for encoders with one sequence of blocks, such as "
+            "the ViTs of this suite",
             hint=("train.layer_decay=1",),
         )
     last = max(layers.values()) + 1
@@ -184,7 +190,8 @@ def clip_gradients(
         The norm of each gradient before clipping, as a tensor on the device. Nothing is copied to
         CPU memory, so the CPU does not wait for the device.
 
-    Source: `torch.nn.utils.clip_grad_norm_` if `global_norm` is true. Otherwise `clip_gradients` of
+    Source: If `global_norm` is true, `torch.nn.utils.clip_grad_norm_`. If it is false, the function
+    `clip_gradients` in
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -96,14 +96,14 @@ class Copying(GeneratingObjective):
         del timeline, class_names
         if not isinstance(model, StateSpaceConfig):
             raise ConfigurationError(
-                "objective=copying expects a model that reads tokens, got a "
+                "objective=copying trains a state space model, but model is a "
                 f"{type(model).__name__.removesuffix('Config')}",
                 hint=("model=mamba2", "or", "model=mamba1"),
             )
         if model.num_tokens != (num_tokens := self.letters + NUM_MARKS):
             raise ConfigurationError(
-                f"objective.letters={self.letters} expects model.num_tokens={num_tokens}, got "
-                f"{model.num_tokens}",
+                f"with objective.letters={self.letters}, the model must have {num_tokens} tokens, "
+                f"got model.num_tokens={model.num_tokens}",
                 hint=(f"model.num_tokens={num_tokens}",),
             )
         network = build_encoder(model, seed=seed)
@@ -150,7 +150,7 @@ class CopyingLearner(Learner):
 
 @dataclass(frozen=True)
 class StringMaker(ViewMaker):
-    """A view maker that draws random strings. The view makers of other objectives crop images.
+    """A view maker that draws random strings, where other view makers crop images.
 
     Attributes:
         length: Number of letters in a string.
@@ -166,7 +166,7 @@ class StringMaker(ViewMaker):
         return ()
 
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Letters:
-        """Return a random string for each sample, as letters with the numbers 0, 1, 2, ...
+        """Draw one random string for each generator. Letters are numbers from 0.
 
         The samples and sizes are not used.
         """
@@ -189,7 +189,7 @@ class StringMaker(ViewMaker):
 class GeneratedStrings:
     """An image set for an objective that generates strings instead of reading images.
 
-    It has one id for each string of an epoch. The images consist of one black pixel.
+    Each string of an epoch has an id. Each image is a single black pixel.
     """
 
     name = "copying"

@@ -145,17 +145,33 @@ def test_full_disks_end_the_run_and_keep_the_previous_state(workdir, capsys, mon
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_state_with_a_non_finite_weight_is_not_saved(tmp_path, value):
+def test_non_finite_weights_are_not_saved(tmp_path, value):
     saver, encoder, messages = checkpoints.Saver(tmp_path), build_vit(TINY, seed=0), []
     state = {"step": 1, "learner": {"whole": torch.ones(2), "part": torch.ones(3)}}
     saver.save(state, encoder, {}, messages.append)
     saver.wait()
     state = {"step": 2, "learner": {"whole": torch.ones(2), "part": torch.tensor([1, value, 1])}}
     saver.save(state, encoder, {}, messages.append)
+    saver.keep(1, encoder, {}, messages.append)
+    saver.wait()
+    with torch.no_grad():
+        encoder.norm.weight[0] = value
+    saver.keep(2, encoder, {}, messages.append)
     saver.wait()
     saver.close()
-    assert state_of(tmp_path)["step"] == 1
-    assert [line.split(":")[0] for line in messages] == ["step 2"]
+    assert state_of(tmp_path)["step"] == saver.saved_step == 1
+    assert [line.split(":")[0] for line in messages] == ["step 2", "epoch 1", "epoch 2"]
+    assert [path.name for path in tmp_path.glob("epoch*.safetensors")] == ["epoch0001.safetensors"]
+
+
+def test_steps_with_non_finite_weights_do_not_count_as_saved(workdir, capsys, monkeypatch):
+    run = make_pretrain_args(workdir / "photos", "run", "train.max_minutes=0.0")
+    assert main(run) == 0
+    monkeypatch.setattr(checkpoints, "_are_finite", lambda _: False)
+    capsys.readouterr()
+    assert main([*run, "--resume"]) == 0
+    assert "time limit reached: 1 of 6 steps are saved in run" in capsys.readouterr().err
+    assert state_of(workdir / "run")["step"] == 1
 
 
 @pytest.mark.slow
