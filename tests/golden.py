@@ -1,13 +1,10 @@
-"""Save all numbers that the commands compute on small data, or compare them with saved numbers.
+"""Check that a change of the code does not change any computed number.
 
     python -m tests.golden write FILE       # takes minutes on one core
     python -m tests.golden compare FILE     # prints each value that differs, and exits with 1
 
-With each of three objectives, an encoder with skip connections and one without are trained. Each
-run stops after five of ten steps and is resumed. Its weights and the log of each step are saved.
-Then all tasks evaluate these encoders and both demo encoders on small data. The value and the
-interval of each record are saved. All values are bitwise identical only on the same machine with
-the same version of torch.
+The program trains six small encoders and runs all probes on these encoders. The numbers are
+bitwise identical only on the same machine with the same version of PyTorch.
 """
 
 import contextlib
@@ -44,7 +41,7 @@ FEW = (
 
 
 def compute_values(folder: Path) -> dict[str, Any]:
-    """Run `pretrain` and `probe` commands in a folder, and return all computed numbers by name."""
+    """Train and probe small encoders, and return all computed numbers."""
     values: dict[str, Any] = {}
     photographs, runs = _save_photographs(folder / "photographs"), list[str]()
     for objective, options in OBJECTIVES.items():
@@ -79,7 +76,7 @@ def _run(*words: str) -> None:
 
 
 def _save_photographs(folder: Path) -> Path:
-    """Save crops of scikit-learn's two sample photographs, with one class for each photograph."""
+    """Save crops of two photographs from scikit-learn as a dataset with two classes."""
     for number, pixels in enumerate(load_sample_images().images):
         parent = folder / f"class{number}"
         parent.mkdir(parents=True)

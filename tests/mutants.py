@@ -1,10 +1,10 @@
-"""Add the bugs in tests/mutants.yaml to the code, one at a time, and check that a test finds each.
+"""Check that the tests find bugs that are added to the code on purpose (mutation testing).
 
     python -m tests.mutants [NAME ...] [--jobs N]
 
-Each bug ("mutant") is added to a temporary copy of the checkout. The checkout itself does not
-change, so you can work in it, and stop the program at any time. The program prints a line for each
-bug and exits with 1 if the tests miss one.
+The file tests/mutants.yaml lists the bugs ("mutants"). The program adds one bug at a time to a
+temporary copy of the repository. The program prints a line for each bug and exits with 1 if the
+tests miss a bug.
 """
 
 import argparse
@@ -42,7 +42,7 @@ FORK = mp.get_context("fork")
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug to add to the code, after which at least one of `tests` must fail."""
+    """A bug that at least one of `tests` must find."""
 
     name: str
     file: str
@@ -51,7 +51,7 @@ class Mutant:
     tests: list[str]
 
     def plant(self, tree: Path) -> bool:
-        """Add the bug to a copy of the checkout, and return whether `old` was found."""
+        """Replace the text `old` in the file, and return whether the file contained this text."""
         path = tree / self.file
         # The file is a hard link, so writing to it would change the other copies.
         text = path.read_text()
@@ -81,7 +81,7 @@ class FirstFailure:
 
 
 def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None:
-    """Run tests in a forked process, and send pytest's exit code and the first failed test."""
+    """Run tests, and send the exit code and the first failed test through a pipe."""
     os.setsid()
     os.chdir(tree)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -99,7 +99,7 @@ def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None
 
 
 def find_failure(tree: Path, tests: Sequence[str]) -> str:
-    """Run tests, and return the first failed test or another reason for failure, or "" if none."""
+    """Run tests in a new process, and return the first failure, or "" if all tests pass."""
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=run_pytest, args=(tree, tests, sender))
     process.start()
@@ -124,7 +124,7 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def check_mutant(mutant: Mutant, original: Path, passing: set[str]) -> str:
-    """Run a bug's tests in a copy of the checkout that contains it, and return the outcome."""
+    """Check whether the tests find a bug, and return the answer as a text."""
     tree = original.with_name(mutant.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
     try:
@@ -144,7 +144,7 @@ def check_mutant(mutant: Mutant, original: Path, passing: set[str]) -> str:
 
 
 def check_mutants(mutants: Sequence[Mutant], original: Path) -> None:
-    """Run the tests of each bug, print the outcome, and exit with 1 if they miss a bug."""
+    """Check all bugs, and exit with 1 if the tests miss a bug."""
     passing: set[str] = set()
     results = []
     for mutant in mutants:
@@ -155,7 +155,7 @@ def check_mutants(mutants: Sequence[Mutant], original: Path) -> None:
 
 
 def copy_checkout(folder: Path) -> None:
-    """Copy all files of the checkout that git does not ignore, and compile them to bytecode."""
+    """Copy all files that git does not ignore, and compile the Python files."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(words, cwd=ROOT, text=True).split("\0"):
         if (ROOT / name).is_file():

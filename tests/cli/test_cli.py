@@ -1,4 +1,4 @@
-"""Test that `ssl-bench probe` imports only what it needs, skips finished work and prints JSON."""
+"""Test the command `ssl-bench probe`."""
 
 import io
 import json
@@ -24,7 +24,6 @@ SMALL = ["probe.image_size=40", "probe.panels=1"]
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """Create two encoders in `runs` and three photographs in `photos`."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["older", "newer"]):
         weights = tmp_path / "runs" / name / "last.safetensors"

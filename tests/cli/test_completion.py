@@ -1,4 +1,4 @@
-"""Test that shell completion offers the suite's commands, flags and names, and files."""
+"""Test the shell completion of commands and flags."""
 
 import subprocess
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Test that `ssl-bench data` lists, downloads and checks datasets.
-
-A local web server offers the downloads.
-"""
+"""Test the command `ssl-bench data`."""
 
 import io
 import json
@@ -34,8 +31,6 @@ def make_archive(root: Path, kind: str = "tar") -> bytes:
 
 @pytest.fixture
 def published(server, tmp_path, monkeypatch):
-    """Return a function that serves an archive on a local server as the download of VOC2012."""
-
     def publish(content: bytes, kind: str = "tar", *, digest: bool = True) -> Path:
         found = server.publish(content, "md5")
         if not digest:

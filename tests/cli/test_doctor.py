@@ -1,4 +1,4 @@
-"""Test that `ssl-bench doctor` reports versions, caches, datasets and broken packages."""
+"""Test the command `ssl-bench doctor`."""
 
 import json
 import sys

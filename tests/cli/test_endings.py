@@ -1,4 +1,4 @@
-"""Test that the last message of a command names the images, tasks or metrics that it left out."""
+"""Test the last lines that a command prints."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Test that a plan estimates the time of its jobs from earlier runs on fewer images."""
+"""Test the estimates of how long a command will run."""
 
 import json
 from dataclasses import replace

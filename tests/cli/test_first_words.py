@@ -1,7 +1,4 @@
-"""Test `--layers`, `--print-config`, `--dry-run` and other basic options of the commands.
-
-test_reference.py checks that every flag sets its config key.
-"""
+"""Test basic flags such as `--layers` and `--dry-run`."""
 
 import io
 import sys
@@ -98,7 +95,6 @@ PROBE += ["--data-root", "photos"]
 
 
 def configs(capsys, *words: str) -> dict[str, dict]:
-    """Return the configuration that a command with `--print-config` prints for each task."""
     before = {path.name for path in Path().iterdir()}
     assert main([*words, "--print-config"]) == 0
     assert {path.name for path in Path().iterdir()} == before

@@ -1,7 +1,4 @@
-"""Test that random commands and damaged files either succeed or raise the suite's own errors.
-
-Each command or file must be processed within a time limit.
-"""
+"""Test the commands with random arguments and damaged files."""
 
 import re
 from collections.abc import Callable

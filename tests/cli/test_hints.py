@@ -1,8 +1,6 @@
-"""Test that the commands accept the arguments that error messages recommend ("hints").
+"""Test that commands accept the arguments that error messages recommend.
 
-In the source code, a hint is a tuple of arguments, such as ("--out", "{folder}"). Its placeholders
-are replaced by example values. Then the arguments are parsed, and a configuration is composed and
-built from them.
+A hint is a tuple of recommended arguments in the source code, such as ("--out", "{folder}").
 """
 
 import argparse
@@ -118,7 +116,6 @@ HINT_START = re.compile(r"--[a-z]|ssl-bench$|(<[^<> ]+>|\{\w+\}|[a-z][\w.]*)=[^ 
 
 
 def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the line and the words of each command or setting that an error message recommends."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     arguments = [
         node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"
@@ -133,7 +130,6 @@ def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def read_word(node: ast.expr) -> str:
-    """Return the text of a string literal, with each Python expression in angle brackets."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -145,7 +141,7 @@ def read_word(node: ast.expr) -> str:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Replace the expressions and placeholders in the arguments of a hint with example values."""
+    """Replace each placeholder in the arguments of a command by an example value."""
     completed = list[str]()
     for word in words:
         if word.startswith("<*"):
@@ -172,7 +168,6 @@ REQUIRED = {
 
 
 def can_be_typed(words: Sequence[str]) -> bool:
-    """Return whether words are a valid command, or arguments that some command accepts."""
     if words[0] == "ssl-bench":
         return is_accepted(words[1:])
     has_settings = any(re.match(r"[a-z][\w.]*=", word) for word in words)
@@ -181,7 +176,6 @@ def can_be_typed(words: Sequence[str]) -> bool:
 
 
 def is_accepted(words: Sequence[str]) -> bool:
-    """Return whether the flags and settings of a command are valid."""
     try:
         options, settings = PARSER.parse_known_args(list(words))
     except SystemExit as ended:
@@ -230,7 +224,6 @@ def component_choices(root: str) -> list[tuple[str, ...]]:
 
 @cache
 def known_keys(root: str, base: tuple[str, ...]) -> frozenset[str]:
-    """Return all keys of a configuration and their parents, such as `probe.training`."""
     keys = list_keys(compose_config(root, base))
     owners = (key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1))
     return frozenset([*keys, *owners])
@@ -287,7 +280,6 @@ ADVICE = re.compile(
 
 
 def find_advice(path: Path) -> Iterator[str]:
-    """Yield the location of each error whose message gives advice that belongs in its `hint`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if (
             isinstance(node, ast.Call)

@@ -1,4 +1,4 @@
-"""Test that `ssl-bench keys` lists the legal values and the meaning of every config key."""
+"""Test the command `ssl-bench keys`."""
 
 import re
 from pathlib import Path

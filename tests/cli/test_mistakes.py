@@ -1,4 +1,4 @@
-"""Test that a mistake on the command line gives a one-line error with advice and writes nothing."""
+"""Test the error messages for wrong commands."""
 
 import argparse
 import re
@@ -144,7 +144,6 @@ def test_the_version_is_printed(capsys):
 
 @pytest.fixture
 def mixer(workdir) -> list[str]:
-    """Create an encoder without attention, and return the start of a command that probes it."""
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     save_encoder(workdir / "mixer.safetensors", build_encoder(config, seed=0), {})
     return ["probe", "--checkpoint", "mixer.safetensors", "--layer", "0", "--dataset"]

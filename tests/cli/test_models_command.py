@@ -1,4 +1,4 @@
-"""Test that `ssl-bench models` lists the supported checkpoint formats and describes a file."""
+"""Test the command `ssl-bench models`."""
 
 import json
 import re

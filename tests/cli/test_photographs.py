@@ -1,4 +1,4 @@
-"""Test that a user's photographs are found, rotated, identified by their content and drawn."""
+"""Test the commands on the user's own photographs."""
 
 import json
 import os

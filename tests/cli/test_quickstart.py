@@ -1,7 +1,4 @@
-"""Test that `ssl-bench quickstart` prints a table row for every probe and writes a report.
-
-To save time, the test uses fewer steps and images than the command does by default.
-"""
+"""Test the command `ssl-bench quickstart`."""
 
 import pytest
 
@@ -22,7 +19,6 @@ SMALL_VALUES = {
 
 
 def shrink(words: tuple[str, ...]) -> list[str]:
-    """Change the arguments of a probe so that it uses few images and one block."""
     short = [
         f"{key}={SMALL_VALUES.get(key, value)}" if value else key
         for key, _, value in (word.partition("=") for word in words)

@@ -1,4 +1,4 @@
-"""Test that `ssl-bench reproduce` plans, runs and resumes the experiments of published tables."""
+"""Test the command `ssl-bench reproduce`."""
 
 import json
 import os
@@ -370,7 +370,6 @@ TINY_COPYING = (
 
 @pytest.fixture
 def reproduced(tmp_path, monkeypatch, capsys):
-    """Return a function that runs `reproduce --run` and returns {table row: our scores}."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *words: str, rows: Sequence[str] = ()) -> dict[str, list[str]]:

@@ -1,9 +1,6 @@
-"""Test that `reproduce --run` fills a row of a table when the row's training run is finished.
+"""Test that `ssl-bench reproduce --run` fills in a published table.
 
-Training and probing for all tables would take GPU-years. Therefore, the commands of each plan are
-replaced by an object that computes nothing. It writes the same files as the real commands: run
-folders with encoders and logs, and a record for each result of a probe. It builds each probe from
-the options of the command.
+Training for all tables would take GPU-years, so the test saves made-up weights and scores.
 """
 
 import json
@@ -48,15 +45,12 @@ PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "m
 def compose(
     task: str, dataset: str, overrides: tuple[str, ...]
 ) -> tuple[Probe, Dataset, dict[str, Any]]:
-    """Return the probe and dataset of a command, and its general settings such as the seed."""
     config = probing_config(task, dataset, overrides, "/nowhere")
     values = read_shared_values(config)
     return build(config, "probe"), apply_shared_values(build(config, "dataset"), values), values
 
 
 class StandIn:
-    """A replacement for `ssl-bench pretrain` and `probe` that saves made-up weights and scores."""
-
     def __init__(self) -> None:
         self.model = build_encoder(
             ViTConfig(image_size=16, patch_size=8, dim=12, depth=DEPTH, num_heads=2), seed=0
@@ -151,7 +145,6 @@ def identify(address: str) -> Any:
 
 
 def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
-    """Run `reproduce --run` without training or probing, and return its table cells."""
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", identify)
     monkeypatch.setattr(reproduce_command, "default_format", lambda: "json")
@@ -164,7 +157,6 @@ def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: An
 
 
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
-    """Yield the row and column of each table cell that `reproduce` must fill with a score."""
     runs = experiments()
     for row, address in table.runs.items():
         for column in table.columns:
@@ -174,7 +166,6 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
 
 
 def tables_with_slow_marks() -> Iterator[Any]:
-    """Yield every published table, marked as slow if earlier tables have all its metrics."""
     seen = set[tuple[str, str]]()
     for table in load_published_tables():
         measures = {(column.task, column.metric) for column in table.columns}

@@ -1,7 +1,4 @@
-"""Test that a sweep plans many probes and runs them one by one, in parallel or as a SLURM array.
-
-SLURM is simulated.
-"""
+"""Test the command `ssl-bench sweep`."""
 
 import json
 import os
@@ -368,7 +365,6 @@ esac; done
 
 
 def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
-    """Create scripts that replace programs such as `sbatch`, and add their folder to PATH."""
     folder.mkdir(exist_ok=True)
     for name, text in commands.items():
         (folder / name).write_text(text)
@@ -378,7 +374,6 @@ def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
 
 @pytest.fixture
 def cluster(workdir, monkeypatch) -> Path:
-    """Simulate a SLURM cluster, and return the path to which it saves a submitted script."""
     replace_commands(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
     monkeypatch.setenv("KEPT", str(workdir / "submitted.sh"))
     return workdir / "submitted.sh"
@@ -473,7 +468,6 @@ SLURM_JOB = {
 
 @pytest.fixture
 def allocation(tmp_path, monkeypatch) -> Path:
-    """Replace SLURM's programs, set the variables of a job, and return the current folder."""
     monkeypatch.chdir(tmp_path)
     scontrol = 'case "$1" in show) echo node7; echo node8 ;; *) echo "$*" >> said ;; esac'
     srun = "printf '%s\\0' threads=$OMP_NUM_THREADS \"$@\" > started"

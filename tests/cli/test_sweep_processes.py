@@ -1,7 +1,4 @@
-"""Test that the parallel jobs of a sweep are distributed evenly over the devices.
-
-A job that ran out of memory must be retried alone.
-"""
+"""Test the parallel jobs of `ssl-bench sweep`."""
 
 import sys
 import textwrap
@@ -40,8 +37,6 @@ SCRIPT = textwrap.dedent(
 
 
 class _Job(Job):
-    """A job of a sweep that computes nothing."""
-
     title = ""
 
     def __init__(self, title: str, ends: str = "well") -> None:

@@ -1,4 +1,4 @@
-"""Test that a probe leaves the caller's module, training mode and torch settings unchanged."""
+"""Test that a probe changes neither the user's model nor the settings of PyTorch."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -88,7 +88,6 @@ def test_no_forward_pass_is_in_training_mode(tmp_path):
 
 
 def train(between: Callable[[nn.Module, int], Any]) -> list[Any]:
-    """Train a module, calling `between` in each step, and return its weights and random numbers."""
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
@@ -120,8 +119,6 @@ def test_training_continues_with_bitwise_identical_weights_after_a_probe(tmp_pat
 
 
 class RandomAndStoring(own_module.Own):
-    """A module whose forward pass draws random numbers and stores its output."""
-
     def forward(self, images: Tensor) -> Tensor:
         output = super().forward(images + 0 * torch.rand(1) * float(np.random.rand()))
         self.outputs = [output * 1]

@@ -1,4 +1,4 @@
-"""Test what distinguishes two results: the encoder, the scored images and the training images."""
+"""Test when two results of a probe are treated as different."""
 
 import json
 import shutil
@@ -89,8 +89,6 @@ def test_results_after_swapping_training_classes_are_not_compared(workdir, capsy
 
 @dataclass(frozen=True)
 class ObservedDataset:
-    """A dataset that records which of its splits are opened."""
-
     dataset: Dataset
     opened: list[str]
 

@@ -1,4 +1,4 @@
-"""Test that configurations combine defaults and overrides, and that they build components."""
+"""Test how configuration files and overrides are combined."""
 
 import shutil
 import sys
@@ -64,7 +64,6 @@ def test_a_wrong_override_is_refused_with_a_hint(override, hint):
 
 
 def components(value: object, key: str = "") -> Iterator[tuple[str, type]]:
-    """Yield the key and the class of each component in a configuration."""
     if isinstance(value, dict):
         if "_target_" in value:
             yield key, import_component(value["_target_"], key)
@@ -121,7 +120,6 @@ def test_no_configuration_file_repeats_a_default():
 
 
 def calls(content: object) -> Iterator[dict[str, object]]:
-    """Yield each mapping with the key `_target_`, including nested ones."""
     if isinstance(content, dict):
         yield from [content] if "_target_" in content else []
         for item in content.values():

@@ -1,4 +1,4 @@
-"""Test that no result is lost or written twice if processes run in parallel or are killed."""
+"""Test that parallel processes do not lose results."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Test that pixel counts and scores equal values counted by hand or computed by other libraries."""
+"""Test the mean IoU and similar metrics."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Test that the requested device is used, and that bfloat16 is emulated on older CPUs."""
+"""Test how the suite chooses and configures a GPU or CPU."""
 
 import gc
 import os
@@ -43,7 +43,6 @@ from tests.support.without_torch import REPOSITORY
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Simulate two GPUs, and return a list to which the index of each chosen GPU is added."""
     current = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -155,8 +154,6 @@ def test_factors_and_result_are_rounded_to_bfloat16(monkeypatch):
 
 
 class ProductDtypes(TorchDispatchMode):
-    """A dispatch mode that collects the dtypes of all matrix products."""
-
     def __init__(self):
         super().__init__()
         self.found = set()
@@ -200,7 +197,6 @@ def test_products_equal_torch_in_the_precision_of_the_cpu(product, processor):
 
 
 def gradients(*contexts):
-    """Return the gradients of a small encoder whose forward pass runs inside context managers."""
     config = ViTConfig(image_size=16, patch_size=8, dim=64, depth=3, num_heads=2)
     module, images = build_vit(config, seed=0), noise(4, 3, 16, 16)
     with ExitStack() as entered:

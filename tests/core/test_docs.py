@@ -1,7 +1,4 @@
-"""Test that the documentation has no broken links and that its generated pages are up to date.
-
-The commands on the pages are tested in test_page_commands.py and test_page_runs.py.
-"""
+"""Test the pages of the documentation."""
 
 import json
 import os
@@ -29,7 +26,6 @@ LOADED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Build the documentation site, and fail if a link or anchor is broken."""
     folder = tmp_path_factory.mktemp("built") / "site"
     words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -112,8 +108,8 @@ def test_the_notebook_prints_what_its_code_prints(tmp_path, monkeypatch):
 
 
 def printed_texts(cells: list[dict[str, Any]]) -> list[str]:
-    """Return the texts that notebook cells print, without versions, commits, machines and dates."""
     texts = ["".join(o["text"]) for c in cells for o in c.get("outputs", []) if "text" in o]
+    # The version, commit, machine and date may differ.
     return [re.sub(r"; ssl-bench [^\n]*?\d{4}-\d\d-\d\d", "", text) for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""Test that texts are escaped for terminals, LaTeX, Markdown, CSV, JSON, file names and shells."""
+"""Test how texts are escaped for LaTeX, JSON and other formats."""
 
 import json
 import subprocess

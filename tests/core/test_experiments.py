@@ -1,7 +1,4 @@
-"""Test that every training run of a paper can be built, and that its name describes its settings.
-
-The page docs/recipes.md states the hyperparameters of these runs.
-"""
+"""Test the training settings that reproduce published papers."""
 
 import json
 import re

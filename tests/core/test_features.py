@@ -1,4 +1,4 @@
-"""Test that extracted features equal those of timm, and that extraction leaves no hooks behind."""
+"""Test the extraction of features from an encoder."""
 
 import itertools
 import re
@@ -27,7 +27,6 @@ def ours(**changes: Any) -> Encoder:
 
 
 def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -> Encoder:
-    """Return a random timm Vision Transformer as an encoder for any image size."""
     model = timm.models.VisionTransformer(
         img_size=32, patch_size=8, embed_dim=dim, depth=depth, num_heads=num_heads, num_classes=0,
         dynamic_img_size=True, **changes,

@@ -1,4 +1,4 @@
-"""Test that every numeric field of every configurable component has a range of legal values."""
+"""Test that every numeric setting has a range of legal values."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,6 @@ OUT_OF_RANGE = (
 
 @cache
 def configured_classes() -> frozenset[type]:
-    """Return every class that a file in `configs/` refers to, including nested components."""
     found = set[type]()
     for group in GROUPS:
         for name in choices(group):

@@ -1,7 +1,4 @@
-"""Test that files are written completely, and that only regular files are read.
-
-Temporary files of killed processes must be removed.
-"""
+"""Test that files are read and written safely."""
 
 import errno
 import fcntl
@@ -68,7 +65,6 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(params=KINDS)
 def make(request) -> Iterator[Callable[[Path], object]]:
-    """Return a function that creates a path that is no regular file, such as a pipe."""
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     # Kill a test that blocks while it reads the path.
     signal.alarm(120)

@@ -1,4 +1,4 @@
-"""Test that records can be exported to pandas and Parquet, and packed into a single file."""
+"""Test the export of results to pandas and Parquet."""
 
 import io
 import json

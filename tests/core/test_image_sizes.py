@@ -1,4 +1,4 @@
-"""Test that each probe checks its image size against the encoder before it computes anything."""
+"""Test which image size a probe uses."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Test that intermediate outputs of a transformer block can be probed as features ("facets")."""
+"""Test the extraction of features inside a transformer block."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -99,8 +99,6 @@ def test_the_skips_of_timm_add_up_the_inner_facets(kind):
 
 
 class Wrapped(nn.Module):
-    """A block that also calls `shown` with its output, and ignores the results."""
-
     def __init__(self, block: nn.Module, shown: nn.Module, times: int) -> None:
         super().__init__()
         self.block, self.shown, self.times = block, shown, times
@@ -129,8 +127,6 @@ class Apply(nn.Module):
 
 
 class AddsInPlace(Wrapped):
-    """A block that calls `shown` with its output, and then adds 1 to it in place."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).add_(1)
 

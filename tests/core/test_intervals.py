@@ -1,4 +1,4 @@
-"""Test that confidence intervals equal simple computations and have the stated coverage."""
+"""Test the confidence intervals of scores."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,6 @@ def hits(right, wrong):
 
 
 def some_counts(images=12, classes=5):
-    """Return random counts of correct, predicted and true pixels, shaped [images, 3, classes]."""
     true = RANDOM.integers(1, 90, (images, classes)) * (RANDOM.random((images, classes)) < 0.6)
     # The last two classes occur only in the first image.
     true[1:, -2:] = 0
@@ -35,7 +34,6 @@ def some_counts(images=12, classes=5):
 
 
 def miou(counts, classes=slice(None)):
-    """Compute the mean IoU (%) of counts shaped [images, 3, classes] from its definition."""
     found = []
     for right, predicted, true in counts.sum(0, dtype=np.float64)[:, classes].T:
         union = predicted + true - right
@@ -109,7 +107,6 @@ def test_single_or_identical_images_have_no_interval():
 
 
 def population(classes, images=1500):
-    """Return counts like `some_counts` for images with few classes, most of them rare."""
     random = np.random.default_rng(classes)
     shown = random.random((images, classes)) < 0.6 / np.arange(1, classes + 1)
     shown[:, 0] |= ~shown.any(1)
@@ -151,7 +148,6 @@ def test_a_bootstrap_interval_is_symmetric_in_the_log_odds():
 
 
 def boxes(images=2000):
-    """Return random counts of true and predicted boxes, with the shape [images, 4, 2]."""
     random = np.random.default_rng(1)
     counts = np.zeros((images, 4, 2), np.int64)
     # Row 0 counts the true boxes. Rows 1 to 3 count a predicted box, and if it is correct.

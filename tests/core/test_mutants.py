@@ -1,4 +1,4 @@
-"""Test that mutants fit the current code, and that mutants caught by tests are recognised."""
+"""Test the mutation testing in tests/mutants.py."""
 
 import subprocess
 import sys

@@ -1,7 +1,4 @@
-"""Test that protocols and components of a probe can be chosen by name (`probe.loss=histogram`).
-
-A protocol is a preset of a probe's settings.
-"""
+"""Test that parts of a probe can be chosen by name, such as `probe.loss=histogram`."""
 
 import json
 import re
@@ -122,7 +119,6 @@ PRESETS = [
 
 
 def preset(task: str, protocol: str, *overrides: str) -> Any:
-    """Return the probe that the command line builds for a task and a protocol."""
     key = protocol_group(task) if choices(protocol_group(task)) else "probe.protocol"
     words = [f"probe={task}", f"{key}={protocol}", *overrides]
     return build(compose_config("probing", words), "probe")

@@ -1,4 +1,4 @@
-"""Test that long names of models, datasets and images give valid, distinct file names."""
+"""Test that long names give valid and distinct file names."""
 
 import random
 import shutil

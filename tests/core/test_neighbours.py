@@ -1,7 +1,4 @@
-"""Test that the nearest neighbours equal the result of a full matrix product exactly.
-
-This must also hold if faiss proposes candidates, from which the exact neighbours are chosen.
-"""
+"""Test the search for nearest neighbours."""
 
 import sys
 from types import ModuleType
@@ -22,7 +19,6 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 def record_products(monkeypatch) -> list[int]:
-    """Return a list to which each search by matrix products adds its number of queries."""
     rows, whole = [], neighbours._nearest_by_product
 
     def record(queries, memory, count):
@@ -70,7 +66,6 @@ def test_a_vector_that_faiss_omits_within_rounding_is_found(monkeypatch, below):
     last = similarities[:, 20:21] - below
 
     def omit_the_nearest(*_):
-        """Imitate a faiss search that misses the nearest vector because of rounding errors."""
         return last.expand(-1, 52), index[:, 1:]
 
     monkeypatch.setattr(neighbours, "faiss_nearest", omit_the_nearest)

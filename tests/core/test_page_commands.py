@@ -1,4 +1,4 @@
-"""Test that the command line accepts every command in the documentation, without running it."""
+"""Test that every command in the documentation can be parsed."""
 
 import argparse
 import re
@@ -47,7 +47,6 @@ class Parsed:
 
 
 def parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Parsed:
-    """Parse and check a command as the command line does, but do not run it."""
     seen: list[Parsed] = []
 
     def keep(options: argparse.Namespace, overrides: Any = ()) -> int:

@@ -1,4 +1,4 @@
-"""Test that every command in the documentation succeeds, using small images and encoders."""
+"""Test that every command in the documentation runs without an error."""
 
 import itertools
 import json
@@ -71,7 +71,6 @@ FIRST_CONDITIONING = [
 
 @pytest.fixture(scope="module")
 def few_scenes() -> Iterator[None]:
-    """Let the toy datasets consist of only eight different images, to save time."""
     paint = cache(Painter.paint_scene)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +80,6 @@ def few_scenes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prepared(few_scenes, tmp_path_factory) -> Path:
-    """Create the files that commands in the documentation need, and scores of two encoders."""
     folder = tmp_path_factory.mktemp("prepared")
     create_inputs(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -108,7 +106,6 @@ def test_the_commands_of_a_page_run_in_order(page, prepared, tmp_path, monkeypat
 
 
 def run_command(shown: PageCommand, folder: Path) -> str:
-    """Run a shortened command of a documentation page, and return its errors."""
     words = shorten(shown.suite, folder)
     copy_records(words)
     # The streams are files, because a table may be bytes.
@@ -123,7 +120,6 @@ def run_command(shown: PageCommand, folder: Path) -> str:
 
 
 def copy_records(words: list[str]) -> None:
-    """Copy scores to the folder from which a `table`, `compare` or `report` command reads them."""
     out = Path(words[words.index("--out") + 1] if "--out" in words else "results")
     if words[0] in ("table", "compare", "report") and not (out / "records").exists():
         committed = ROOT / out / "records.parquet"
@@ -147,7 +143,7 @@ LAYERS = {"11": "1", "0,5,-1": "0,-1", "3,7,11": "0,1", "2,5,8,11": "0,1"}
 
 
 def shorten(words: Sequence[str], folder: Path) -> list[str]:
-    """Change a command of a documentation page so that it runs quickly."""
+    """Change a command in the documentation so that the command runs quickly."""
     short = [re.sub(r"(^|=|,)/(?=data|photos|classes|shared)", rf"\1{folder}/", w) for w in words]
     names = ENCODERS | (RUNS if short[0] == "compare" else {})
     short = [PUBLISHED.sub("timm:test_vit", names.get(word, word)) for word in short]
@@ -168,7 +164,6 @@ def shorten(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def without_slurm(words: Sequence[str]) -> list[str]:
-    """Replace the flag `--slurm` with `--print`, and remove all `--slurm-...` flags."""
     if "--slurm" not in words:
         return list(words)
     dropped = {n + more for n, w in enumerate(words) for more in (0, 1) if w.startswith("--slurm-")}
@@ -177,7 +172,6 @@ def without_slurm(words: Sequence[str]) -> list[str]:
 
 
 def with_sizes(words: Sequence[str]) -> list[str]:
-    """Add settings to a command that make its probes fast."""
     flags = dict(itertools.pairwise(words))
     tasks = flags.get("--task", "all")
     names = choices("probe") if tasks == "all" else tasks.split(",")
@@ -209,7 +203,6 @@ RUN_FOLDERS = ("runs/skip", "runs/skipless", "runs/skipless_soap", "runs/dct", "
 
 
 def create_inputs(folder: Path) -> None:
-    """Create the encoders and small datasets that commands in the documentation use."""
     for seed, run in enumerate(RUN_FOLDERS):
         for name, epoch in (("epoch0001", 1), ("epoch0002", 2), ("last", 3)):
             metadata = {"step": str(2 * epoch), "epoch": f"{epoch}.00"}

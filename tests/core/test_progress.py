@@ -1,7 +1,4 @@
-"""Test that progress is shown as a bar on a terminal and as lines in a log file.
-
-Both must show the remaining time.
-"""
+"""Test how the progress of a command is shown."""
 
 import io
 import os
@@ -22,7 +19,6 @@ from tests.support.torchrun import set_torchrun_env
 
 
 def run_on_a_terminal(work: Callable[[], object]) -> str:
-    """Run a function in a process whose stderr is a terminal, and return what it prints."""
     child, terminal = pty.fork()
     if not child:
         code = 70

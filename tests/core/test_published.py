@@ -1,7 +1,4 @@
-"""Test that the stored published values occur in the papers.
-
-Values must be compared only with records of the same metric and dataset.
-"""
+"""Test the stored values from published papers."""
 
 import os
 import re
@@ -133,7 +130,6 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def texts() -> Path:
-    """Return the folder with the texts of the papers, which are not in this repository."""
     beside = Path(__file__).parents[3] / "shared" / "paper"
     folder = Path(os.environ.get("SSL_BENCH_TEST_PAPERS", beside))
     if not folder.is_dir():
@@ -142,7 +138,6 @@ def texts() -> Path:
 
 
 def count_numbers(table: PublishedTable, text: str) -> Counter[float]:
-    """Count the numbers in the text next to the caption of a table, or in the whole text."""
     blocks = [block.splitlines() for block in re.split(r"\n\s*\n", text)]
     kind, _, number = table.where.partition(" ")
     caption = re.compile(rf"\W*{kind}\s*{re.escape(number)}\s*:", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Test that the Python API and the command line give the same results, also for a user's module."""
+"""Test the Python API."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_a_module_with_registers_but_without_cls_is_pooled():
 
 
 class _Attention(nn.Module):
-    """A convolution that has the attributes of an attention layer, without using them."""
+    """A convolution that has the attributes of an attention layer."""
 
     def __init__(self, inside: int, outside: int, heads: Any, *, has_qkv: bool = True) -> None:
         super().__init__()
@@ -420,8 +420,6 @@ def test_a_module_for_square_images_only_has_a_single_size():
 
 
 class Renamed(own_module.Own):
-    """An encoder whose final norm is registered as `out_norm` but used in `forward` as `ln_f`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.out_norm = self.ln_f

@@ -1,4 +1,4 @@
-"""Test that records are saved, found and packed, and that damaged records are detected."""
+"""Test how results are saved and loaded."""
 
 import hashlib
 import json
@@ -346,7 +346,6 @@ def test_reformatted_and_older_records_without_digests_are_read(tmp_path):
 
 
 def pack_records(folder: Path) -> ResultStore:
-    """Save three scores with per-image values and image names, and pack them into one file."""
     store, hits = ResultStore(folder), np.arange(8) < 4
     for layer in range(3):
         changed = replace(RECORD, layer=layer, num_images=8, value=50.0, ci95=None)
@@ -357,7 +356,6 @@ def pack_records(folder: Path) -> ResultStore:
 
 
 def contents(store: ResultStore) -> list:
-    """Return the scores, per-image values and image names of a results folder."""
     records = store.records()
     images = [store.load_per_image(record) for record in records]
     assert store.damaged_files == []
@@ -446,7 +444,6 @@ def test_reordered_per_image_values_are_damaged(tmp_path):
 
 
 def encoder_records(count: int) -> list[Record]:
-    """Return made-up scores of two blocks for each of `count` encoders."""
     models = [f"encoder {number}" for number in range(count)]
     return [
         replace(RECORD, model=model, checkpoint_sha256=f"{number}" * 64, layer=layer, details={})

@@ -1,4 +1,4 @@
-"""Test that memory use and the number of open files do not grow in a long-running process."""
+"""Test that a long-running process does not leak memory or open files."""
 
 import gc
 from collections.abc import Callable
@@ -21,7 +21,7 @@ GROWTH_MIB, MORE_FILES = 3.6, 2
 
 
 def measure_resources() -> tuple[float, int]:
-    """Return the resident memory of this process in MiB and its number of open files."""
+    """Return the memory use (MiB) and the number of open files of this process."""
     gc.collect()
     lines = Path("/proc/self/status").read_text().splitlines()
     resident = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
@@ -29,7 +29,6 @@ def measure_resources() -> tuple[float, int]:
 
 
 def assert_constant_resources(work: Callable[[int], object]) -> None:
-    """Call a function many times, and check that memory use and open files hardly increase."""
     before = measure_resources()
     with unchecked_types():
         for number in range(ROUNDS):

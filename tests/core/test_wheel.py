@@ -1,4 +1,4 @@
-"""Test that an installed wheel has the configurations, demo encoders and commit of its source."""
+"""Test that a built wheel is complete."""
 
 import shutil
 import subprocess
@@ -23,7 +23,6 @@ print(config_folder())
 
 
 def build_wheel(source: Path, folder: Path, *options: str) -> Path:
-    """Build a wheel and return the folder of its unpacked files."""
     command = [sys.executable, "-m", "build", "-q", "--no-isolation", *options]
     subprocess.run([*command, "--outdir", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -32,7 +31,6 @@ def build_wheel(source: Path, folder: Path, *options: str) -> Path:
 
 
 def run_installed(code: str, site: Path, folder: Path) -> list[str]:
-    """Run code that imports from the unpacked wheel in `site`, and return the words it prints."""
     code = f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True

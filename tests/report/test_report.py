@@ -1,7 +1,4 @@
-"""Test that the HTML report shows the selected records and escapes their names.
-
-Writing a report may replace nothing but an older report.
-"""
+"""Test the HTML report that `ssl-bench report` writes."""
 
 import json
 import math
@@ -109,7 +106,6 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """Write a report about scores whose names contain HTML markup."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'
@@ -148,7 +144,6 @@ def test_names_are_escaped_and_pictures_found_on_every_page(evil_report):
 
 
 def parse_provenance(script: str) -> list[dict[str, Any]]:
-    """Return the fields of each record in a report's `records.js`."""
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))
     rows = [[content["values"][index] for index in row] for row in content["rows"]]

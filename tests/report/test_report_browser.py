@@ -1,7 +1,4 @@
-"""Test that a report opened from disk can be sorted, filtered and enlarged in a browser.
-
-It must also work with a keyboard and on a phone.
-"""
+"""Test the HTML report in a browser."""
 
 import importlib.util
 import re
@@ -164,7 +161,7 @@ def test_the_slider_and_the_image_choice_change_both_sides(browser, report):
 
 @pytest.fixture(scope="module")
 def axe() -> str:
-    """Return the source code of axe-core, a library that checks the accessibility of a page."""
+    """Return the source code of axe-core, a library that checks the accessibility of web pages."""
     found = importlib.util.find_spec("axe_playwright_python")
     if found is None or not found.submodule_search_locations:
         pytest.skip("axe-playwright-python, which carries axe-core, is not installed")
@@ -173,7 +170,6 @@ def axe() -> str:
 
 @pytest.fixture(scope="module")
 def over_epochs(tmp_path_factory, pretrained_runs) -> Path:
-    """Write a report on scores of two blocks after two epochs, and on the logs of two runs."""
     store = ResultStore(tmp_path_factory.mktemp("epochs"))
     for epoch in (1.0, 2.0):
         for layer in (0, 11):

@@ -1,4 +1,4 @@
-"""Test that the line charts of a report have correct points, curves, axes and styles."""
+"""Test the line charts of the HTML report."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""Test that the overview, leaderboard and block tables of a report show the right scores."""
+"""Test the overview page of the HTML report."""
 
 import math
 import re
@@ -559,7 +559,6 @@ def test_figure_rows_prefer_datasets_with_more_checkpoints_and_blocks(tmp_path):
     first, second = list_checkpoints([build_record(), skipless()])
 
     def describe_strips(own: list[Gallery], *others: Gallery) -> list[tuple[str, ...]]:
-        """Return the task, dataset and checkpoint of each row of figures."""
         galleries = {first.encoder_id: own, second.encoder_id: list(others)}
         return [
             (strip.title.split()[0], strip.title.split()[2], strip.checkpoint.name)

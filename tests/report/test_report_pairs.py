@@ -1,4 +1,4 @@
-"""Test that the page about two checkpoints shows their figures, images and differences."""
+"""Test the page of the HTML report that compares two checkpoints."""
 
 import re
 from operator import attrgetter

@@ -1,7 +1,4 @@
-"""Test that the page of training curves shows real runs and made-up logs correctly.
-
-The correct curves of the made-up logs are known.
-"""
+"""Test the training curves in the HTML report."""
 
 import re
 import shutil
@@ -25,7 +22,6 @@ SIDECAR = "last.safetensors.sha256"
 
 
 def run_record(run: Path) -> Record:
-    """Return a made-up score of the encoder that a training run has saved."""
     ((digest, _),) = read_digests(run / SIDECAR)
     return build_record(checkpoint_sha256=digest)
 
@@ -45,7 +41,6 @@ def draw_logs(folder: Path) -> TrainingCurves:
 
 @pytest.fixture(scope="module")
 def report(pretrained_runs, tmp_path_factory) -> Path:
-    """Write a report on pretraining runs whose encoders no probe has scored."""
     root = tmp_path_factory.mktemp("runs")
     words = ["--out", str(root / "results"), "--into", str(root / "report")]
     assert main(["report", "--runs", str(pretrained_runs), *words]) == 0

@@ -1,7 +1,4 @@
-"""Test the sentences that a report prints about the best block of each checkpoint.
-
-The expected sentences were worked out by hand.
-"""
+"""Test the summary sentences in the HTML report."""
 
 import re
 from dataclasses import replace
@@ -22,7 +19,6 @@ def hits(number: int) -> np.ndarray:
 
 
 def summarize(store: ResultStore, *records: Record) -> list[list[str]]:
-    """Save scores and return the sentences that a report writes about each checkpoint."""
     for record in records:
         store.save(record)
     stored = store.records()

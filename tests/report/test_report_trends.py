@@ -1,7 +1,4 @@
-"""Test the pages of a report about scores over epochs and scores on corrupted images.
-
-The expected values were worked out by hand.
-"""
+"""Test the report pages about training epochs and image corruptions."""
 
 import re
 from dataclasses import replace
@@ -22,7 +19,6 @@ ENCODERS = [("skip", 100.0), ("skip", 300.0), ("skipless", 100.0), ("single", 30
 
 
 def make_record(run: str, epoch: float, layer: int, value: float, **changes) -> Record:
-    """Return a made-up score of a run's encoder after epoch `epoch` of 300."""
     model = run if epoch == 300 else f"{run}@{epoch:g}"
     sha, ends = "acde"[ENCODERS.index((run, epoch))] * 64, (value - 5, value + 5)
     record = build_record(model=model, checkpoint_sha256=sha, layer=layer, value=value, ci95=ends)

@@ -1,4 +1,4 @@
-"""Fixtures that create a results folder and run commands on it."""
+"""Define fixtures for the tests of tables."""
 
 import json
 from collections.abc import Callable
@@ -17,8 +17,6 @@ def store(tmp_path) -> ResultStore:
 
 @pytest.fixture
 def cli(store, capsys) -> Callable[..., Any]:
-    """Return a function that runs a command on the results folder and returns what it prints."""
-
     def run(*words: str, code: int = 0) -> Any:
         capsys.readouterr()
         assert main([*words, "--out", str(store.root)]) == code

@@ -1,4 +1,4 @@
-"""Test that paired differences between encoders equal values computed by hand or with a loop."""
+"""Test the comparison of two encoders on the same images."""
 
 import math
 from dataclasses import replace
@@ -45,7 +45,6 @@ def compare(store, shas="ad"):
 
 
 def difference(first, second, metric="corloc"):
-    """Return the table row that compares two encoders, given their per-image values."""
     curve = ImageCurve(metric, {})
     return subtract("0", *(PairedScore(curve.estimate(v), (0,)) for v in (first, second)))
 
@@ -335,7 +334,7 @@ def test_one_warning_says_that_results_come_from_different_code(store, cli, case
 
 
 def rejected_by_holm(ps: list[float]) -> set[int]:
-    """Return the indices of the p-values that Holm's method finds significant at the level 0.05."""
+    """Return the indices of all p-values that are significant after Holm's correction."""
     rejected = set[int]()
     while left := [n for n in range(len(ps)) if n not in rejected]:
         least = min(left, key=lambda n: ps[n])

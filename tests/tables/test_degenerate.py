@@ -1,7 +1,4 @@
-"""Test that a block that is degenerate on most images is marked and is never called the best.
-
-On a degenerate image, the result (such as the box of an object) is arbitrary.
-"""
+"""Test that tables mark degenerate results. A result is called degenerate if it is arbitrary."""
 
 import csv
 import io

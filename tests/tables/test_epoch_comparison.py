@@ -1,4 +1,4 @@
-"""Test that comparing two runs epoch by epoch equals comparing their encoders of each epoch."""
+"""Test the comparison of two training runs at each epoch."""
 
 import csv
 import io
@@ -27,7 +27,6 @@ OVER_EPOCHS = ("compare", "--over-epochs")
 
 
 def make_record(run: str, epoch: int, **changes):
-    """Return a made-up score of a training run's encoder after an epoch."""
     digit = f"{list(HITS).index((run, epoch)):x}"
     model = run if epoch == 300 else f"{run}@{epoch}"
     record = build_record(model=model, checkpoint_sha256=digit * 64, **changes)

@@ -1,7 +1,4 @@
-"""Test that tables show our scores next to published values.
-
-Notes below a table must state differences from the paper's protocol.
-"""
+"""Test tables that compare computed scores with published values."""
 
 import csv
 import io

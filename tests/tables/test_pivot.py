@@ -1,7 +1,4 @@
-"""Test that the right block is chosen for each cell of a table of encoders by datasets.
-
-The expected choices were worked out by hand.
-"""
+"""Test tables with one row per encoder and one column per dataset."""
 
 import csv
 import io

@@ -1,7 +1,4 @@
-"""Test that tables show the scores at each severity of an image corruption.
-
-They must also show how far a score drops below the clean score.
-"""
+"""Test tables of scores on corrupted images."""
 
 import math
 from dataclasses import replace
@@ -20,7 +17,6 @@ OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
-    """Return a made-up score on corrupted images, given the score `record` on clean images."""
     corruption = {"name": name, "severity": severity, "dataset": record.dataset}
     corruption["fingerprint"] = record.dataset_fingerprint
     return replace(

@@ -1,7 +1,4 @@
-"""Test that tables of values over training steps agree with the log.
-
-Some logs come from real runs. Others are made up, so that their means are known.
-"""
+"""Test tables that show the log of a training run."""
 
 import csv
 import io
@@ -33,14 +30,12 @@ def print_table(capsys):
 
 
 def parse_markdown(text: str) -> dict[str, list[str]]:
-    """Return the rows of a Markdown table as {first cell: other cells}."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row[1:] for row in rows if row[0] != "---"}
 
 
 def make_rows(count: int, **measures) -> list[dict]:
-    """Return the rows of a made-up log, given each measure as a function of the step."""
     return [
         {"step": step, "epoch": (step - 1) // 100}
         | {name: value for name, f in measures.items() if (value := f(step)) != "absent"}

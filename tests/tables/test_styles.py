@@ -1,4 +1,4 @@
-"""Test that an encoder has the same colour and line style in all figures and reports."""
+"""Test that an encoder has the same colour in all figures."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -36,7 +36,6 @@ def test_encoders_of_a_figure_differ_in_any_order(count):
 
 
 def make_records(*names: str):
-    """Return made-up scores of three blocks of each named encoder."""
     details = Baseline("centre box", 31.04).as_details()
     encoders = [
         replace(RECORD, model=name, checkpoint_sha256=f"{number}" * 64, details=details)

@@ -1,7 +1,4 @@
-"""Test that tables with a row per block and a column per encoder have the right content.
-
-Their footnotes and figures are tested, too.
-"""
+"""Test tables with one row per block and one column per encoder."""
 
 import csv
 import io
