@@ -1,4 +1,4 @@
-"""Test that the class numbers of ADE20K, 1 to 150 in its files, are read as 0 to 149."""
+"""Test that ADE20K masks are read with class numbers from 0 to 149."""
 
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Create a miniature ADE20K with two images and their masks in each split."""
     root = tmp_path / "ADEChallengeData2016"
     for split in ("training", "validation"):
         for kind in ("images", "annotations"):

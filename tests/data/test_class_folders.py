@@ -1,4 +1,4 @@
-"""Test that images are found, with or without a folder per class, and get the right labels."""
+"""Test datasets whose images are sorted into one folder per class."""
 
 import os
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""Test that COCO20k has the published images and boxes.
-
-COCO-Stuff must have class numbers without gaps.
-"""
+"""Test the datasets COCO20k and COCO-Stuff."""
 
 import hashlib
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Test that image corruptions are reproducible and do not change the global random state."""
+"""Test image corruptions, such as noise and blur."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,4 @@
-"""Test that depth maps are read in metres from all supported datasets.
-
-These are a user's own folders, NYU Depth v2 in the layout of the BTS code, and generated rooms.
-"""
+"""Test that depth datasets return depth maps in metres."""
 
 from pathlib import Path
 from typing import Any
@@ -105,7 +102,6 @@ def test_wrong_files_of_folders_are_named(folders):
 
 @pytest.fixture(scope="module")
 def nyu(tmp_path_factory) -> Path:
-    """Create three NYU frames whose depth increases by 1 mm per pixel, up to 10 m."""
     folder = tmp_path_factory.mktemp("data") / "nyu_depth_v2"
     numbers = np.arange(480 * 640).reshape(480, 640)
     for split, ids in IDS.items():

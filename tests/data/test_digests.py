@@ -1,4 +1,4 @@
-"""Test that weights are accepted if any line of their digest file contains their digest."""
+"""Test that weights are checked against the SHA-256 digest in a separate file."""
 
 from unittest.mock import Mock
 

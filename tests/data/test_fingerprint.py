@@ -1,8 +1,6 @@
-"""Test that a dataset's fingerprint depends on the contents of files and the meaning of labels.
+"""Test the fingerprint of a dataset.
 
-The fingerprint is a hash that identifies the dataset in records and caches. With
-`data.fingerprint=stat`, it depends on file sizes and modification times instead, and a message says
-so.
+A fingerprint is a hash of the images and labels of a dataset.
 """
 
 import os
@@ -78,7 +76,6 @@ def tiny_imagenet(root: Path) -> Path:
 
 
 def named_folders(root: Path) -> Path:
-    """Create a training and a validation image, their masks, and a list of class names."""
     paired_folders(root, {"train": "1", "val": "1"})
     (root / "classes.txt").write_text("sky\nsea\na\nb\nc\nd\ne\nf\ng")
     return root

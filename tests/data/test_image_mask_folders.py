@@ -1,7 +1,4 @@
-"""Test that images and masks are read from folders in several layouts.
-
-Among them are the layouts of Cityscapes and CamVid.
-"""
+"""Test that images and segmentation masks are read from folders."""
 
 import re
 from dataclasses import replace

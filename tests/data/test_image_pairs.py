@@ -1,7 +1,4 @@
-"""Test that the image pairs and keypoints of SPair-71k and PF-WILLOW are read.
-
-Invalid files must be refused.
-"""
+"""Test the keypoint datasets SPair-71k and PF-WILLOW."""
 
 import csv
 from pathlib import Path

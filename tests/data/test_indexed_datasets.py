@@ -1,7 +1,4 @@
-"""Test that PyTorch and Hugging Face datasets can be probed, and that invalid items are refused.
-
-The same images must get the same scores from every kind of dataset.
-"""
+"""Test the use of PyTorch and Hugging Face datasets."""
 
 import io
 import sys
@@ -42,14 +39,12 @@ VOC_BOX = {"xmin": "9", "ymin": "9", "xmax": "24", "ymax": "24"}
 
 
 def picture(number: int) -> Image.Image:
-    """Return a noise image whose brightest colour channel is its class, `number % 3`."""
     pixels = np.random.default_rng(number).integers(0, 150, (32, 40, 3), np.uint8)
     pixels[..., number % 3] += 100
     return Image.fromarray(pixels)
 
 
 def mask(number: int) -> np.ndarray:
-    """Return a mask with a rectangle of class 1 and a first row of ignored pixels."""
     classes = np.zeros((32, 40), np.uint8)
     classes[8:24, 8 + number % 4 : 24] = 1
     classes[0] = 255
@@ -80,8 +75,6 @@ class BrokenItems(Items):
 
 
 class WithoutNames(torch.utils.data.Dataset):
-    """A dataset with the images and labels of another one, but without class names."""
-
     def __init__(self, items: Items) -> None:
         self.items = items
 

@@ -1,7 +1,4 @@
-"""Test that datasets for instance retrieval have the right queries and matching images.
-
-The datasets are Holidays, revisited Oxford and Paris, and Copydays.
-"""
+"""Test the datasets for image retrieval, such as Holidays and Copydays."""
 
 import os
 import pickle
@@ -44,7 +41,7 @@ def holidays(tmp_path: Path) -> Path:
 
 
 def ground_truth(**changes: Any) -> dict[str, Any]:
-    """Return the content of a ground-truth file of revisited Oxford, with changes to its query."""
+    """Return the content of a ground-truth file of the revisited Oxford dataset."""
     found = {"easy": EASY, "hard": np.array(HARD), "junk": JUNK, "bbx": [0.0, 1.0, 2.0, 3.0]}
     return {"imlist": [*"abcd"], "qimlist": ["q"], "gnd": [{**found, **changes}]}
 

@@ -1,7 +1,4 @@
-"""Test that each line of a list file selects the right image.
-
-Invalid list files must be refused.
-"""
+"""Test text files that list the images of a dataset."""
 
 from pathlib import Path
 from unicodedata import normalize
@@ -15,8 +12,6 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def find(tmp_path: Path):
-    """Return a function that creates image files, reads a list of images, and returns their ids."""
-
     def find(lines: list[str], *names: str, suffix: str = ".jpg") -> list[str]:
         for name in names:
             path = tmp_path / "images" / name

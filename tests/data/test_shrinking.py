@@ -1,4 +1,4 @@
-"""Test that `ssl-bench data shrink` writes smaller copies of images."""
+"""Test the command `ssl-bench data shrink`, which writes smaller copies of images."""
 
 import json
 import os
@@ -27,7 +27,6 @@ SIZES = {
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> Path:
-    """Create smooth images of several formats, one of them rotated by EXIF."""
     for name, ((width, height), _) in SIZES.items():
         path = tmp_path / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)

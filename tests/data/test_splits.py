@@ -1,7 +1,4 @@
-"""Test that splits, percentages of splits and limits select the right images.
-
-A selection of images must get its own dataset name, such as one that states the limit.
-"""
+"""Test the selection of dataset splits and subsets."""
 
 from dataclasses import replace
 from itertools import pairwise

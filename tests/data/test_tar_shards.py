@@ -1,7 +1,4 @@
-"""Test that images in tar files are read in the same way as images in folders.
-
-Damaged tar files must be refused.
-"""
+"""Test that images are read from tar files."""
 
 import gzip
 import os
@@ -45,7 +42,6 @@ def tars(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scans(monkeypatch) -> list[Path]:
-    """Return a list to which each tar file is added when its index is built."""
     usual, found = tar_shards._scan, list[Path]()
     monkeypatch.setattr(tar_shards, "_scan", lambda shard: found.append(shard) or usual(shard))
     return found

@@ -1,4 +1,4 @@
-"""Test that generated scenes are reproducible, have exact masks and boxes, and are cached."""
+"""Test the dataset of synthetic toy scenes."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture
 def few_photographs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit toy scenes to one background and three textures, to save time."""
+    """Use fewer photographs in toy scenes to save time."""
     monkeypatch.setattr(toy_scenes, "BACKGROUNDS", toy_scenes.BACKGROUNDS[:1])
     monkeypatch.setattr(toy_scenes, "TEXTURES", dict(list(toy_scenes.TEXTURES.items())[:3]))
 

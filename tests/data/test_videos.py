@@ -1,7 +1,4 @@
-"""Test that frames and masks are read from DAVIS, from generated videos and from a user's videos.
-
-Invalid files must be refused.
-"""
+"""Test datasets of videos with object masks."""
 
 import itertools
 from collections.abc import Mapping
@@ -32,7 +29,6 @@ def write_frame(path: Path, seed: int, size: tuple[int, int] = SIZE) -> None:
 def write_mask(
     path: Path, stripes: Mapping[int, int], size: tuple[int, int] = SIZE, mode: str = "P"
 ) -> None:
-    """Write a mask of horizontal stripes, given the first row and the pixel value of each."""
     mask = np.zeros(size[::-1], np.uint8)
     for row, number in stripes.items():
         mask[row:] = number
@@ -49,7 +45,7 @@ def list_videos(root: Path, year: int) -> None:
 
 
 def davis(root: Path, year: int, stripes: Mapping[int, int]) -> Path:
-    """Write two videos, with masks of horizontal stripes, in the layout of DAVIS."""
+    """Write two small videos in the folder layout of DAVIS."""
     for video, count in (("cow", 4), ("bear", 3)):
         for frame in range(count):
             name = f"480p/{video}/{frame:05d}"

@@ -1,4 +1,4 @@
-"""Test that the masks, XML boxes and image lists of PASCAL VOC are read correctly."""
+"""Test the PASCAL VOC dataset."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""Test that an address selects a baseline, a demo encoder or a downloaded file.
-
-An address can also state the mean with which images are normalised.
-"""
+"""Test the addresses that select an encoder, such as `timm:NAME`."""
 
 import hashlib
 import json

@@ -1,8 +1,4 @@
-"""Test that every class of encoders, attention layers and graying behaves as the suite expects.
-
-Classes that other packages register are tested, too. A new class is tested without any change to
-this file. To keep the tests fast, the small values in `REDUCED` replace configured values.
-"""
+"""Test every encoder architecture, including architectures from other packages."""
 
 import json
 import re
@@ -68,6 +64,7 @@ class Half(nn.Module):
     def forward(self, tokens):
         return tokens / 2
 """
+# Small values keep the tests fast.
 REDUCED = {
     "image_size": 32, "patch_size": 8, "dim": 12, "depth": 2, "num_heads": 2, "num_states": 3,
     "head_width": 4, "num_tokens": 7, "name": "vit_tiny_patch16_224", "widths": (12,),
@@ -78,7 +75,7 @@ KINDS = [*registered_names("model"), "patch_mlp"]
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory) -> Iterator[Path]:
-    """Install the example encoder in docs/extending.md as a separate package, as a user would."""
+    """Install the example encoder from docs/extending.md as a separate package."""
     folder = tmp_path_factory.mktemp("plugin")
     information = folder / "patch_mlp-1.0.dist-info"
     information.mkdir()

@@ -1,6 +1,6 @@
-"""Test that the outputs and the initial filters of ConvMixer follow the published equations.
+"""Test the ConvMixer encoder.
 
-The initial filters are compared with equations 3.5 to 3.11 of Trockman's thesis "Mimetic
+The expected initial filters follow equations 3.5 to 3.11 of Trockman's thesis "Mimetic
 initialization" (2025).
 """
 

@@ -1,7 +1,6 @@
-"""Test that a checkpoint of another project gives the same features as the model that wrote it.
+"""Test that checkpoints from other projects are loaded correctly.
 
-No public weights are used: the tensors are random, but have the names in each project's published
-repository. The reference model is timm's or ours.
+The weights are random, but have the parameter names of the published checkpoints.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Test that `torch.compile` compiles every encoder of this suite into a single graph."""
+"""Test that `torch.compile` compiles every encoder into a single graph."""
 
 import subprocess
 import sys

@@ -1,7 +1,4 @@
-"""Test that token graying, which raises singular values to a power, follows its definition.
-
-Its gradients must be correct, and singular matrices must be handled.
-"""
+"""Test token graying, which raises the singular values of a token matrix to a power."""
 
 import math
 from dataclasses import replace
@@ -35,7 +32,7 @@ WIDE, TALL, SEVERAL = (1, 5, 9), (1, 9, 5), (3, 4, 7)
 
 
 def matrix_of(*values: float, rows: int = 7, cols: int = DIM) -> Tensor:
-    """Return a random matrix of shape [1, rows, cols] with the singular values `values`."""
+    """Return a random matrix with the given singular values."""
     left, right = (torch.linalg.qr(normal(n, len(values), seed=n)).Q for n in (rows, cols))
     return ((left * torch.tensor(values, dtype=torch.float64)) @ right.T)[None]
 

@@ -1,7 +1,6 @@
-"""Test that encoders are loaded from Hugging Face folders and repositories.
+"""Test that encoders are loaded from Hugging Face repositories.
 
-The formats of timm and transformers are tested. The tensors are random, but have the names in the
-source code of transformers.
+The weights are random, but have the parameter names of real checkpoints.
 """
 
 import json
@@ -142,7 +141,7 @@ def test_a_folder_that_lacks_files_is_refused_with_their_names(tmp_path):
 
 
 def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
-    """Save a timm model as `save_for_hf` of timm does, with `config` added to its config file."""
+    """Save a timm model in the format of timm's `save_for_hf`."""
     torch.manual_seed(1)
     arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
     model: Any = timm.create_model(
@@ -336,7 +335,7 @@ def dinov3() -> nn.Module:
 
 
 def official_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's weights under the names of the official DINOv3 files."""
+    """Rename the weights of a model as in the official DINOv3 checkpoints."""
     names = {r"gamma_([12])": r"ls\1.gamma", "reg_token": "storage_tokens"}
     weights = rename_weights(model.state_dict(), names)
     weights = {name: value for name, value in weights.items() if "_bias" not in name}
@@ -351,7 +350,7 @@ def official_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dinov3_folder(root: Path, model: nn.Module, **config: object) -> str:
-    """Save a DINOv3 model as transformers' `save_pretrained` does, and return its address."""
+    """Save a DINOv3 model in the format of transformers' `save_pretrained`."""
     weights = {}
     for name, value in rename_weights(official_weights(model), TO_TRANSFORMERS).items():
         if "qkv" in name and "bias_mask" not in name:

@@ -1,4 +1,4 @@
-"""Test that the initial weights of attention and MLP layers follow the formulas of the papers."""
+"""Test the initial weights of attention and MLP layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def truncate_rank(matrix: Tensor, rank: int) -> Tensor:
 
 
 def draw_matrices(seed: int, count: int) -> list[Tensor]:
-    """Return `count` random square matrices, which the initialisers' papers call Z."""
+    # The papers call these matrices Z.
     generator = seeded(seed)
     return [
         torch.randn(DIM, DIM, generator=generator, dtype=torch.float64) / DIM**0.5

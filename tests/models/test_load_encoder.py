@@ -1,4 +1,4 @@
-"""Test that checkpoints of this suite and of timm are loaded, and that other files are refused."""
+"""Test the function `load_encoder`."""
 
 import math
 import os

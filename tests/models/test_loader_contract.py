@@ -1,9 +1,4 @@
-"""Test that every encoder loader behaves as the suite expects of a loader.
-
-The loader in docs/extending.md is tested, too. A new loader is tested without any change to this
-file, by loading its example address. If this needs the network or a missing file, loading must fail
-with a one-line error. A loader without an example is skipped.
-"""
+"""Test that every installed encoder loader can load an example checkpoint."""
 
 import os
 import re
@@ -53,7 +48,7 @@ def encoder():
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Change to a new folder with the files to which the loaders' example addresses refer."""
+    """Create example checkpoints in a new working directory."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     for name in ("last", "epoch0200"):
         encoder_file(folder / f"runs/skip/{name}.safetensors")
@@ -104,7 +99,6 @@ def load_or_error(uri: str) -> Encoder | CheckpointError:
 
 
 def encoder_of(uri: str) -> Encoder:
-    """Load an encoder. Skip the test if this needs the network or a missing file."""
     encoder = load_or_error(uri)
     if isinstance(encoder, CheckpointError):
         if re.match(WITHOUT_NETWORK, uri):

@@ -1,7 +1,4 @@
-"""Test that encoders read from ONNX files of ViT and DINOv2 give the exported model's features.
-
-The tensors have the names that transformers gives them.
-"""
+"""Test that encoders are loaded from ONNX files."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -25,8 +22,6 @@ DIM, HEADS, PATCH, GRID, DEPTH = 24, 3, 4, 6, 2
 
 
 class Part(nn.Module):
-    """A module whose forward pass returns `does(module, x)`."""
-
     def __init__(self, does: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter):
         super().__init__()
         self.does = does
@@ -109,7 +104,7 @@ def embed(m: Any, images: Tensor, *, resized: bool) -> Tensor:
 def transformers(
     make_layer: Callable[[nn.Module], Part], activation: nn.Module | None = None, depth: int = DEPTH
 ) -> Part:
-    """Return a random model like ViTModel or Dinov2Model, with layers from `make_layer`."""
+    """Return a random model with the structure of ViTModel or Dinov2Model."""
 
     def layers(m: Any, x: Tensor) -> Tensor:
         for layer in m.layer:

@@ -1,4 +1,4 @@
-"""Test that orthogonal self-attention and its initialisation follow the formulas of the paper."""
+"""Test the orthogonal self-attention layer."""
 
 import math
 
@@ -44,7 +44,6 @@ def tokens(count: int, *, batch: int = 2, scale: float = 3.0) -> Tensor:
 def compute_matrices(
     attention: OrthogonalAttention, x: Tensor, head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the skew-symmetric matrix S, [Q, K] and V of one attention head for one image."""
     # S is the skew-symmetric matrix in equation 5 of "Orthogonal Self-Attention"
     # by Zhang and Martens.
     query, key, value = attention.qkv.weight.T.chunk(3, dim=1)
@@ -55,7 +54,7 @@ def compute_matrices(
 
 
 def attend_naively(attention: OrthogonalAttention, x: Tensor) -> Tensor:
-    """Compute orthogonal attention from its definition, with `torch.linalg.matrix_exp`."""
+    """Compute orthogonal attention directly with `torch.linalg.matrix_exp`."""
     # Equations 4 and 5 of "Orthogonal Self-Attention" by Zhang and Martens.
     total = torch.zeros_like(x)
     for head in range(HEADS):
@@ -265,7 +264,7 @@ def test_non_finite_or_huge_tokens_affect_only_their_image(basis, value):
 
 
 class LargestTensor(TorchDispatchMode):
-    """A mode that stores in `most` how many elements the largest computed tensor has."""
+    """A mode that records the size of the largest computed tensor."""
 
     most = 0
 

@@ -1,4 +1,4 @@
-"""Test that equations 8 and 9 of "Cutting the Skip" give the exact Jacobian of each block."""
+"""Test the Jacobians of a ViT with respect to attention weights."""
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ def test_the_jacobian_by_parameters_is_the_product_of_the_paper(name):
             points.append((x, between))
             x = block(x)
 
+    # The expected Jacobians follow equations 8 and 9 of "Cutting the Skip".
     size = entering.numel()
     identity = torch.eye(size, dtype=torch.float64)
     for layer in range(len(blocks)):

@@ -1,7 +1,4 @@
-"""Test that the scans, mixers and initial weights of Mamba 1 and 2 are correct.
-
-They are compared with direct implementations of the papers' equations.
-"""
+"""Test the state-space layers Mamba 1 and Mamba 2."""
 
 import copy
 import math
@@ -96,7 +93,7 @@ def convolve(mixer, values) -> Tensor:
 
 
 def mix_by_the_paper(mixer: Mixer, tokens: Tensor) -> Tensor:
-    """Compute the output of a Mamba mixer directly from the equations of its paper."""
+    """Compute the output of a Mamba layer from the equations of the paper."""
     decay = -mixer.log_decay.exp()
     if isinstance(mixer, Mamba1Mixer):
         values, gate = (tokens @ half.T for half in mixer.in_proj.weight.split(16))
@@ -172,7 +169,7 @@ def test_the_default_initialisation_is_that_of_the_architectures():
 
 
 def selection_weights(mixer: Mixer) -> tuple[Tensor, ...]:
-    """Return the weights from which a Mamba mixer computes B, C and the step sizes delta."""
+    """Return the weights that compute B, C and delta in a Mamba layer."""
     if isinstance(mixer, Mamba1Mixer):
         return *mixer.selection.weight.split((1, 3, 3))[1:], mixer.step.weight
     return mixer.in_proj.weight.split((16, 16, 3, 3, 4))[2:]

@@ -1,4 +1,4 @@
-"""Test that features extracted from small timm models equal those that timm itself returns."""
+"""Test the features that are extracted from timm models."""
 
 from copy import deepcopy
 from typing import Any
@@ -74,7 +74,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def compute_keys(model: Any, images: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Return the input of a block's attention layer and the keys, which are computed in float64."""
+    """Compute the keys of an attention layer in float64."""
     attention = model.blocks[layer].attn
     recorded: list[Tensor] = []
     handle = attention.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0]))
@@ -276,7 +276,7 @@ def test_a_file_without_an_expected_tensor_is_refused(tmp_path, has_timm_names):
 
 
 class Blocks(nn.Module):
-    """A minimal model with the attributes and methods of timm models that our code uses."""
+    """A minimal model with the interface of a timm model."""
 
     def __init__(self, *blocks: nn.Module, stride: int = 1) -> None:
         super().__init__()

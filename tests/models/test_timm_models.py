@@ -1,4 +1,4 @@
-"""Test that encoders built from layers of timm have the right sizes, weights and features."""
+"""Test encoders that are built from timm layers."""
 
 import json
 from dataclasses import replace
@@ -189,7 +189,6 @@ def test_mimetic_value_times_projection_is_minus_the_identity(config):
 
 
 def block_inputs(config: TimmConfig) -> list[Tensor]:
-    """Return the input of each block, after token graying if the config uses it."""
     model, entering = build_encoder(config, seed=0).eval(), []
     for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, __: entering.append(inputs[0]))

@@ -1,7 +1,4 @@
-"""Test that the sizes of a timm architecture are read from its weights file.
-
-No tensor may be resized to fit.
-"""
+"""Test that the architecture of a timm model is inferred from a weights file."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Test that our Vision Transformer implements its options, and that it agrees with timm's."""
+"""Test our implementation of the Vision Transformer."""
 
 from dataclasses import replace
 
@@ -111,7 +111,7 @@ def test_unsupported_inputs_of_layers_are_refused():
 
 
 def cubic_weights(new: int, old: int, margin: float) -> torch.Tensor:
-    """Return the [new, old] matrix of cubic interpolation with the scale (new + margin) / old."""
+    """Return the matrix that resizes a vector by cubic interpolation."""
     a = -0.75
     weights = torch.zeros(new, old, dtype=torch.float64)
     for index in range(new):

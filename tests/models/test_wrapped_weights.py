@@ -1,11 +1,4 @@
-"""Test that the weights of the encoder are found in training checkpoints of many tools.
-
-The formats follow the source code of these tools:
-
-- Lightning's ModelCheckpoint, WeightAveraging and StochasticWeightAveraging
-- torch.optim.swa_utils, timm's train.py, Composer, VISSL and I-JEPA
-- the reference scripts of torchvision and torch
-"""
+"""Test that encoder weights are found in training checkpoints of many tools."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +23,8 @@ from tests.support.foreign_weights import (
     timm_model,
 )
 
+# The formats follow the source code of Lightning, torch.optim.swa_utils, timm's train.py, Composer,
+# VISSL, I-JEPA, and the reference scripts of torchvision and torch.
 QKV = "blocks.0.attn.qkv.weight"
 
 
@@ -111,7 +106,6 @@ def add_prefix(prefix: str, weights: Weights) -> Weights:
 
 
 def wrap_modules(wrapper: str, weights: Weights) -> Weights:
-    """Rename weights as if block 1 and the patch embedding were inside a wrapper module."""
     return {
         n.replace("blocks.1.", f"blocks.1.{wrapper}.").replace("embed.p", f"embed.{wrapper}.p"): v
         for n, v in weights.items()

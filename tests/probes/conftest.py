@@ -10,7 +10,7 @@ from tests.support.photographs import noise_photographs
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory) -> Path:
-    """Create class folders with 30 training and 12 validation images of six colours."""
+    """Create a classification dataset with images of six colours."""
     return coloured_classes(tmp_path_factory.mktemp("colours"))
 
 

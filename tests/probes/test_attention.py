@@ -1,4 +1,4 @@
-"""Test that attention maps of the [CLS] token, and the masks and scores from them, are correct."""
+"""Test the attention maps of the [CLS] token."""
 
 import json
 import math
@@ -125,7 +125,7 @@ def test_scale_bias_mask_and_shared_keys_work_as_in_torch():
 
 
 class TwoBlocks(nn.Module):
-    """A ViT with two blocks, whose attention is `mix(queries, keys, values)`."""
+    """A ViT with two blocks and the attention function `mix`."""
 
     def __init__(self, mix: Any) -> None:
         super().__init__()

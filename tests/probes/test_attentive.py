@@ -1,7 +1,4 @@
-"""Test that attentive heads, which pool patches with learned queries, match the official code.
-
-The tests of the classification probe also use these heads.
-"""
+"""Test attentive classification heads, which pool patch features with learned queries."""
 
 import math
 from dataclasses import fields
@@ -89,7 +86,7 @@ def test_a_head_has_as_many_parameters_as_published():
 
 
 def train_heads(features: StoredFeatures, *rates: float, batch_size: int) -> AttentiveHeads:
-    """Train a head per learning rate on ten images, and check the number of optimizer steps."""
+    """Train one attentive head for each learning rate."""
     pool = AttentivePooling(queries=3, epochs=3, batch_size=batch_size, learning_rates=rates)
     steps = []
 

@@ -1,4 +1,4 @@
-"""Test that image-independent baselines are correct and appear in records, tables and reports."""
+"""Test the image-independent baselines, such as the most frequent class."""
 
 from dataclasses import replace
 

@@ -1,7 +1,4 @@
-"""Test that linear classification trains, selects and scores its heads correctly.
-
-Every facet (kind of feature) of every block must get a score.
-"""
+"""Test the linear classification probe."""
 
 import math
 from dataclasses import replace
@@ -230,7 +227,6 @@ def test_the_guesses_of_a_record_contain_the_values_used(workdir, words, parts):
 
 
 def score_three_heads(**changes: Any) -> list[Score]:
-    """Call `score_selected_heads` for three heads, with some arguments replaced by `changes`."""
     values: dict[str, Any] = {
         "hyperparameter": "c_value", "values": (0.1, 1.0, 10.0),
         "num_classes": 7,

@@ -1,7 +1,4 @@
-"""Test that scores of the agreement between clusters and classes equal those of scikit-learn.
-
-They must also equal values computed by hand.
-"""
+"""Test that clustering scores equal those of scikit-learn."""
 
 import math
 from dataclasses import replace
@@ -40,7 +37,7 @@ TABLE = np.array([[4, 0], [0, 3], [1, 2]])
 
 
 def draw_labels(images=60, clusters=5, classes=4):
-    """Return random clusters and classes, which often agree, and their contingency table."""
+    """Return random cluster labels, class labels and their contingency table."""
     generator = np.random.default_rng(0)
     truth = generator.integers(classes, size=images)
     is_right, others = generator.random(images) < 0.6, generator.integers(clusters, size=images)
@@ -190,7 +187,6 @@ def colours(tmp_path):
 
 
 def scores(dataset, encoder: Encoder | None = None, *, seed=0, **options):
-    """Run the clustering probe on two blocks and return the second block's scores by metric."""
     probe = Clustering(**{"facet": "patch_mean", "num_workers": 1, **options})
     found = run_probe(probe, dataset, encoder=encoder or tiny(), layers=(0, 1), seed=seed)
     return {metric: score for (layer, _, metric), score in found.items() if layer == 1}

@@ -1,4 +1,4 @@
-"""Test that the scores of the conditioning probe equal direct computations from the encoder."""
+"""Test the probe that measures the condition numbers of each block."""
 
 import copy
 import itertools
@@ -39,13 +39,11 @@ BARE = replace(TINY, skip_attention=False, skip_mlp=False)
 
 @pytest.fixture(autouse=True)
 def blank_figures(monkeypatch):
-    """Save empty files instead of figures, because drawing takes most of the time."""
+    """Save empty files instead of figures to save time."""
     monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
 
 
 class Runner:
-    """A callable that runs the conditioning probe and collects its messages."""
-
     def __init__(self, photographs, folder):
         self.photographs, self.folder, self.messages = photographs, folder, []
 
@@ -71,7 +69,7 @@ def foreign(module=None):
 
 
 def embedded(encoder, folder):
-    """Return a float64 copy of the model and the first image's tokens before the first block."""
+    """Return the model in float64 and the tokens of the first image."""
     image = Image.open(folder / "photos" / "a.png").resize((16, 16), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(c).view(3, 1, 1) for c in (encoder.mean, encoder.std))

@@ -1,9 +1,4 @@
-"""Test that every probe behaves as the suite expects of a probe.
-
-The probes in docs/extending.md are tested, too. A new probe is tested without any change to this
-file. The test chooses a small dataset that has the required annotations. For settings listed in
-`REDUCED`, it uses the small values stated there.
-"""
+"""Test every probe on a small dataset."""
 
 import json
 import math
@@ -39,6 +34,7 @@ PLUGINS = dict(
     re.findall(r"^`probes/(\w+)\.py`:\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 )
 TASKS = [*choices("probe"), *PLUGINS]
+# Small values keep the tests fast.
 REDUCED = (
     "probe.image_size=32", "probe.epochs=2", "probe.training.epochs=2",
     "probe.training.max_iterations=3",
@@ -59,7 +55,7 @@ supporting_datasets = cache(find_datasets)
 
 
 def install_plugins(folder: Path) -> None:
-    """Install the example probes in docs/extending.md as a separate package with entry points."""
+    """Install the example probes from docs/extending.md as a separate package."""
     information = folder / "pages-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pages\nVersion: 1.0\n")
@@ -73,7 +69,7 @@ def install_plugins(folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Create datasets, an encoder and example plugins in a new folder, and change to it."""
+    """Create small datasets and an encoder in a new working directory."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     encoder_file(folder / "encoder.safetensors", config=replace(TINY, depth=3))
     install_plugins(folder / "installed")
@@ -100,7 +96,6 @@ def data_for(role: str) -> list[str]:
 
 @cache
 def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
-    """Return a test case's probe with fast settings, its plan and its command-line arguments."""
     task, options = case.partition(" ")[0], VARIANTS.get(case, [])
     words = data_for(build(probing_config(task, "toy", options), "probe").role) + options
     config = probing_config(task, words[1], options)
@@ -113,7 +108,6 @@ def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
 
 
 def package_names(kinds: Iterable[type]) -> set[str]:
-    """Return the names of the modules and packages in `probes` that define the classes."""
     modules = [kind.__module__.split(".") for kind in kinds]
     return {parts[1] for parts in modules if parts[0] == "probes"}
 
@@ -146,7 +140,7 @@ def test_the_seed_selects_the_training_images(task, tmp_path, monkeypatch):
 
 @cache
 def all_blocks(task: str, place: Path) -> Path:
-    """Return the folder of a task's results on all blocks, computed once per folder `place`."""
+    """Run a probe on all blocks and return the folder with the results."""
     with pytest.MonkeyPatch.context() as patched:
         kind, read = type(reduced_plan(task)[0]), read_settings(task, place)
 
@@ -163,13 +157,13 @@ def all_blocks(task: str, place: Path) -> Path:
 
 @cache
 def read_settings(task: str, place: Path) -> set[str]:
-    """Return a set, which `all_blocks` fills with the names of attributes that a probe reads."""
+    # `all_blocks` fills this set with the names of attributes that a probe reads.
     del task, place
     return set()
 
 
 def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tuple, tuple]:
-    """Return scores and per-image values by (block, kind of feature, metric), without run times."""
+    """Return all stored results except run times."""
     store, found = ResultStore(Path(folder)), {}
     for record in store.records():
         if record.layer in layers:

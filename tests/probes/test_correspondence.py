@@ -1,7 +1,4 @@
-"""Test that the correspondence probe matches patches and scores image pairs correctly.
-
-A pair consists of an image and its warped copy, or of two images with annotated keypoints.
-"""
+"""Test the correspondence probe, which matches patches between two images."""
 
 import math
 from collections.abc import Sequence
@@ -359,7 +356,7 @@ def test_features_that_encode_the_position_find_every_point():
     centres = (np.stack(np.meshgrid(*[np.arange(grid)] * 2), -1).reshape(-1, 2) + 0.5) / grid
 
     def encode(places: np.ndarray) -> torch.Tensor:
-        """Return patch features whose directions encode `places`, one (x, y) per patch."""
+        """Return patch features that encode the position of each patch."""
         flat = np.column_stack([places - 0.5, np.ones(len(places))])
         return torch.from_numpy(flat).float().view(1, grid, grid, 3)
 

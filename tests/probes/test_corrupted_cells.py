@@ -1,4 +1,4 @@
-"""Test that each image corruption has its own results, and that training images stay clean."""
+"""Test the evaluation of encoders on corrupted images."""
 
 import json
 import sys

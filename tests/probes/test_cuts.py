@@ -1,7 +1,4 @@
-"""Test that TokenCut, MaskCut and LOST give the results of the authors' code.
-
-They must also equal results computed by hand.
-"""
+"""Test the object discovery methods TokenCut, MaskCut and LOST."""
 
 import numpy as np
 import pytest
@@ -26,7 +23,7 @@ PAPER = Cut(tau=0.15)
 
 
 def scene(*rectangles: tuple[slice, slice]):
-    """Return patch labels, which number the rectangles, and one-hot features of these labels."""
+    """Return patch labels and the one-hot features of these labels."""
     labels = np.zeros((6, 8), int)
     for label, (rows, cols) in enumerate(rectangles, start=1):
         labels[rows, cols] = label
@@ -34,7 +31,7 @@ def scene(*rectangles: tuple[slice, slice]):
 
 
 def mosaic(seed: int) -> torch.Tensor:
-    """Return random features of 9 x 9 patches, which are similar within 3 x 3 tiles."""
+    """Return random patch features that are similar within square tiles."""
     generator = np.random.default_rng(seed)
     tiles = generator.standard_normal((3, 3, 6)).repeat(3, 0).repeat(3, 1)
     return torch.from_numpy(tiles + 0.5 * generator.standard_normal((9, 9, 6))).float()

@@ -1,7 +1,4 @@
-"""Test that linear depth heads, their loss and their metrics equal simple reimplementations.
-
-The records of a run are tested, too.
-"""
+"""Test the linear depth estimation probe."""
 
 import json
 import math
@@ -139,7 +136,7 @@ def test_the_gradient_is_zero_for_unknown_or_correct_depth(equal):
 
 
 def plain_metrics(predicted: np.ndarray, depth: np.ndarray, low: float, high: float) -> list[float]:
-    """Compute the depth metrics of one image with loops over pixels with valid depths."""
+    """Compute the depth metrics of one image with plain Python loops."""
     pairs = [(d, t) for d, t in zip(predicted.flat, depth.flat, strict=True) if low < t < high]
     ratios = [max(d / t, t / d) for d, t in pairs]
     errors = [math.log(d) - math.log(t) for d, t in pairs]
@@ -201,7 +198,7 @@ def training(**changes: Any) -> HeadTraining:
 
 
 def known_depths(*, in_cls: bool = False) -> TrainingDepths:
-    """Return training data whose depth only block 1 encodes, in its patch tokens or [CLS] token."""
+    """Return training data in which only block 1 encodes depth."""
     generator = torch.Generator().manual_seed(0)
     depth = 1 + 7 * torch.rand(8, *(1, 1) if in_cls else (3, 3), generator=generator)
     depth = depth.expand(8, 3, 3)

@@ -1,4 +1,4 @@
-"""Test that average precision and recall of boxes equal computations by hand and pycocotools."""
+"""Test the average precision and recall of predicted boxes."""
 
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -39,7 +39,7 @@ def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
 
 
 def percent(counts) -> list[float]:
-    """Compute AP, AP50 and AR100 (%) from the detection counts of several images."""
+    """Compute AP, AP50 and AR100 in percent."""
     whole = np.sum(counts, axis=0)
     found = average_precision(whole), average_precision(whole[:, :2]), average_recall(whole)
     return [float(value) for value in found]
@@ -56,7 +56,7 @@ def scored(results: Sequence[ImageResult], num_ranks: int):
 
 
 def random_boxes(seed: int, *, images: int = 12):
-    """Return random predicted and true boxes of images, with most predictions near a true box."""
+    """Return random predicted and true boxes for several images."""
     generator = np.random.default_rng(seed)
     found = []
     for _ in range(images):
@@ -74,7 +74,7 @@ def annotation(image: int, box: np.ndarray) -> dict[str, Any]:
 
 
 def evaluate_with_coco(images, scores) -> list[float]:
-    """Compute AP, AP50 and AR100 (%) with pycocotools."""
+    """Compute AP, AP50 and AR100 in percent with pycocotools."""
     true: Any = COCO()
     true.dataset = {
         "images": [{"id": n} for n in range(len(images))],

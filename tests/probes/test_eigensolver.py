@@ -1,4 +1,4 @@
-"""Test that the second eigenvector of a graph of tokens equals LAPACK's dense solution."""
+"""Test the computation of the second eigenvector of a graph."""
 
 import itertools
 from collections import Counter
@@ -21,7 +21,7 @@ TAU, EPS = 0.2, 1e-5
 
 
 def dense_solution(features, *, weighted=False, tau=TAU):
-    """Return eigenvalues 2 and 3, eigenvector 2 and the degrees of a token graph, using scipy."""
+    """Solve the eigenvalue problem of a token graph with scipy."""
     unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     cosines = unit @ unit.T
     weights = np.where(cosines > tau, cosines if weighted else 1.0, EPS).astype(np.float64)
@@ -32,7 +32,7 @@ def dense_solution(features, *, weighted=False, tau=TAU):
 
 
 def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
-    """Return tokens around random centres, whose similarity graph is connected."""
+    """Return random tokens that are grouped around a few centres."""
     generator = np.random.default_rng(seed)
     centers = generator.standard_normal((num_clouds, dim))
     members = generator.integers(num_clouds, size=num_tokens)
@@ -41,13 +41,12 @@ def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
 
 
 def chain(num_tokens, reach=3.0):
-    """Return features of tokens on a line, whose similarity graph has nearly equal eigenvalues."""
+    """Return tokens whose similarity graph has nearly equal eigenvalues."""
     places = np.arange(num_tokens)
     return np.exp(-(((places[:, None] - places) / reach) ** 2)).astype(np.float32)
 
 
 def blobs(*sizes):
-    """Return a group of equal tokens for each size, with orthogonal tokens in different groups."""
     return np.repeat(np.eye(len(sizes), 8, dtype=np.float32), sizes, axis=0)
 
 
@@ -175,7 +174,7 @@ def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
 # BLAS is several times slower with more than one thread for a matrix of this size.
 @threadpool_limits.wrap(1, user_api="blas")
 def compare_with_dense_solutions(images, *, min_unique: int) -> None:
-    """Compare our eigenvectors with scipy's where they are unique, at least `min_unique` times."""
+    """Compare our eigenvectors with eigenvectors that scipy computes."""
     numbers = Counter()
     for skip, image in itertools.product((True, False), images):
         config = ViTConfig(

@@ -1,4 +1,4 @@
-"""Test that every probe accepts the output of a submodule as its features on the command line."""
+"""Test that every probe can use the output of a submodule as features."""
 
 from pathlib import Path
 

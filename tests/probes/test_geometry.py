@@ -1,7 +1,4 @@
-"""Test that the geometry probe scores every block, or states why a score is undefined.
-
-Scores are undefined if there are too few images or no suitable tokens.
-"""
+"""Test the geometry probe, which measures how features are distributed."""
 
 import math
 from typing import Any
@@ -148,7 +145,7 @@ def test_all_blocks_share_one_pass_of_images_and_views(photographs, size, larges
 
 
 def interrupt_views(photographs, **options):
-    """Interrupt the geometry probe in its third batch, and return the model and the batch sizes."""
+    """Interrupt the geometry probe during the third batch."""
     model, batches = vit(), []
 
     def interrupt(_module, given, _output):

@@ -1,4 +1,4 @@
-"""Test that instance retrieval ranks images and computes average precision correctly."""
+"""Test the instance retrieval probe."""
 
 import itertools
 import json
@@ -62,7 +62,7 @@ def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
 
 
 def precision_by_fractions(is_right: Sequence[bool], k: int) -> Fraction:
-    """Compute the exact precision at k of a ranking that is cut after its last correct image."""
+    """Compute the precision at k of a ranking with exact fractions."""
     last = max(place for place, right in enumerate(is_right, start=1) if right)
     return Fraction(sum(is_right[: min(k, last)]), min(k, last))
 
@@ -164,7 +164,7 @@ def load_per_image(folder: Path, metric: str = "map") -> list[float]:
 
 
 def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dict[str, float]:
-    """Return the cosine similarity of each other image's [CLS] token to the query's, by its id."""
+    """Return the cosine similarity between the query and every other image."""
     extractor = FeatureExtractor(encoder, layers=[1], facets=["cls_normed"])
     vectors = {}
     for sample in images:
@@ -179,7 +179,7 @@ def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dic
 def plain_scores(
     images: ImageSet, encoder: Encoder, side: int, hard_only: bool = False, top: int | None = None
 ) -> list[float]:
-    """Compute the average precision (%) of each query image with loops and exact fractions."""
+    """Compute the average precision of each query image with plain loops."""
     found = []
     for sample in images:
         if (target := sample.retrieval_target) is None:

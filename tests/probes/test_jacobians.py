@@ -1,7 +1,4 @@
-"""Test the Jacobians of blocks, and the bounds of the Jacobians' singular values.
-
-By equation 10 of "Cutting the Skip", such a Jacobian is the sum of two terms, B and E.
-"""
+"""Test the Jacobians of ViT blocks."""
 
 import math
 from dataclasses import replace
@@ -36,7 +33,7 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a ViT block whose query and key weights are multiplied by `sharpness`."""
+    """Run a ViT block with scaled query and key weights."""
     block = build_vit(config, seed=0).double().eval().requires_grad_(False).blocks[0]
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
     x = normal(tokens, config.dim, seed=1) if x is None else x
@@ -66,7 +63,7 @@ def test_jacobians_agree_with_finite_differences(config):
 
 
 def compute_jacobian_terms(one):
-    """Compute the two terms of a block's attention Jacobian with loops."""
+    """Compute the Jacobian of an attention layer as a sum of two terms."""
     # Equation 10 of "Cutting the Skip". As there, matrices are flattened column by column.
     block, x = one.block, one.block.norm1(one.input)
     tokens, dim = x.shape
@@ -97,7 +94,7 @@ def compute_jacobian_terms(one):
 
 
 def reorder_by_columns(matrix, tokens, dim):
-    """Reorder a Jacobian from row-major to column-major flattening of the tokens."""
+    """Convert a Jacobian from row-major to column-major order."""
     order = torch.arange(tokens * dim).reshape(tokens, dim).T.flatten()
     return matrix[order][:, order]
 

@@ -1,7 +1,4 @@
-"""Test that a resumed run finds the valid entries of a journal and ignores all others.
-
-A journal is a file that stores the intermediate results of a long computation.
-"""
+"""Test journals, which store the intermediate results of long computations."""
 
 import pytest
 import torch

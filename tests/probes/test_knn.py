@@ -1,7 +1,4 @@
-"""Test that k-NN classification votes correctly and scores every block.
-
-Impossible settings must be refused.
-"""
+"""Test the k-NN classification probe."""
 
 import itertools
 import math
@@ -155,7 +152,7 @@ def test_features_come_from_the_central_squares(root, facet):
 
 
 def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, crop_share: float):
-    """Return labels and features, after the final norm, of images encoded one at a time."""
+    """Extract the features of one image at a time."""
     encoder = tiny()
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
     norm, vectors = encoder.module.get_submodule("norm"), []

@@ -1,4 +1,4 @@
-"""Test that training many linear heads together gives the same heads as separate training."""
+"""Test the joint training of many linear heads."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def make_heads(standardization):
 
 
 def train_separately(block, rate, mode, batches, standardization, start, **options):
-    """Train a single linear head on upsampled logits, with autograd and a torch optimizer."""
+    """Train a single linear head with autograd and a torch optimizer."""
     weight, bias = (torch.nn.Parameter(value.clone()) for value in start)
     build = torch.optim.SGD if options else torch.optim.AdamW
     optimizer = build([weight, bias], lr=rate, weight_decay=DECAY, **options)

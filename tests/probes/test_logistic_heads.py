@@ -1,4 +1,4 @@
-"""Test that logistic regressions fitted in parallel equal those of scikit-learn."""
+"""Test that logistic regression gives the results of scikit-learn."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
 
 
 def digit_features():
-    """Return features of two layers for images whose patches are handwritten digits."""
+    """Return patch features made from images of handwritten digits."""
     digits: Any = load_digits(return_X_y=True)
     images, labels = digits
     count = NUM_IMAGES * SIDE**2

@@ -1,4 +1,4 @@
-"""Test that the losses of segmentation heads equal the cross-entropy of upsampled logits."""
+"""Test the loss functions of segmentation heads."""
 
 import math
 
@@ -34,7 +34,7 @@ def make_labels(pixels_per_patch, ignored=0.2):
 
 
 def compute_with_autograd(logits, labels, mode):
-    """Compute each head's loss and gradient with autograd, from upsampled logits."""
+    """Compute the loss and gradient of each head with autograd."""
     logits = logits.clone().requires_grad_()
     losses = []
     for head in logits:
@@ -100,7 +100,7 @@ def random_pieces(side, dtype=torch.float64, scale=3.0):
 
 
 def sum_with_autograd(logits, pixel_weights):
-    """Compute the weighted sum over pixels of upsampled logits' log-sum-exp, and its gradient."""
+    """Compute a weighted sum of log-sum-exp values and its gradient."""
     # `pixel_weights` has the shape [pixels of a cell, images, rows of cells, columns of cells].
     # A cell is the square between the centres of four neighbouring patches.
     logits = logits.double().clone().requires_grad_()

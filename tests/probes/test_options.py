@@ -1,7 +1,4 @@
-"""Test that a probe refuses impossible settings when it is built, and that the error names the key.
-
-Some settings are outside their ranges, and others fail the checks of individual probes.
-"""
+"""Test that probes refuse invalid settings."""
 
 from functools import partial
 

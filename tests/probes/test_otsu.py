@@ -1,7 +1,4 @@
-"""Test TokenCut's adaptive protocol, which chooses a similarity threshold for each image.
-
-A protocol is a preset of settings. The threshold is computed with Otsu's method.
-"""
+"""Test TokenCut with thresholds from Otsu's method."""
 
 import json
 
@@ -69,7 +66,7 @@ def test_an_object_is_found_although_all_patches_are_similar(find):
 
 @pytest.fixture
 def similar_encoder(workdir):
-    """Save an encoder that encodes all patches similarly, and return arguments that select it."""
+    """Save an encoder that gives all patches similar features."""
     model = build_vit(TINY, seed=0)
     model.get_parameter("pos_embed").data.zero_()
     bias = model.get_parameter("patch_embed.proj.bias").data

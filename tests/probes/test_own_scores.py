@@ -1,7 +1,4 @@
-"""Test that a user-defined probe can store a percentage, a number or a hit for each image.
-
-A confidence interval that excludes its value must be dropped.
-"""
+"""Test the scores of user-defined probes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,7 +50,6 @@ class Brightness(Probe):
 
 @pytest.fixture
 def run_probe(tmp_path, monkeypatch):
-    """Return a function that runs a probe and returns the messages of the run."""
     monkeypatch.chdir(tmp_path)
     photographs = noise_photographs(tmp_path / "photos")
     config = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
@@ -111,7 +107,7 @@ def test_intervals_that_exclude_their_value_are_dropped_with_a_message(run_probe
 
 @dataclass(frozen=True)
 class Hits(Brightness):
-    """A user-defined probe whose metric `metric` is the share of images that it calls correct."""
+    """A user-defined probe that returns a hit or a miss for each image."""
 
     metric: str = "accuracy"
 

@@ -1,4 +1,4 @@
-"""Test that a command that runs several probes encodes each image only as often as necessary."""
+"""Test how often a command encodes each image."""
 
 import collections
 import re
@@ -51,7 +51,7 @@ def classification(**changes: Any) -> Probe:
 
 
 def count_passes(encoder: Encoder, store: ResultStore, *evaluations: Evaluation) -> int:
-    """Return how many images the encoder processes in runs that share a feature cache."""
+    """Count the images that an encoder processes in several evaluations."""
     counter, features = Counter(encoder), FeatureCache()
     for one in evaluations:
         one.run(store, say=lambda _: None, features=features)
@@ -202,7 +202,7 @@ def test_only_features_used_since_the_last_corruption_are_kept(encoder):
 
 
 class PassCounter:
-    """A counter of how often each task of a command encodes each image."""
+    """A counter of how often each image is encoded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_task: dict[str, collections.Counter[bytes]] = {}
@@ -276,7 +276,7 @@ MASK_TASKS = {
 def run_mask_tasks(
     out: Path, *tasks: str, checkpoints: Sequence[str] = ("encoder.safetensors",)
 ) -> tuple[dict[str, Any], int]:
-    """Run several probes together, and return their results and the number of encoded images."""
+    """Run several probes together and count the encoded images."""
     words = [*FEW, "probe.image_size=32", *(word for task in tasks for word in MASK_TASKS[task])]
     plan, features, num_images = plan_probes(tasks, ["toy"], words), FeatureCache(), 0
     options = {"layers": "0,1", "device": torch.device("cpu"), "features": features}
@@ -334,7 +334,7 @@ def test_checkpoints_of_the_same_name_do_not_share_features(workdir):
 def run_tokencut(
     out: str, *settings: str, layers: str = "0,1", overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run TokenCut, by default with all presets, and return the scores, logs and figures."""
+    """Run TokenCut and return the scores and figures."""
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))
     options = {"layers": layers, "device": torch.device("cpu"), "overwrite": overwrite}

@@ -1,4 +1,4 @@
-"""Test that the scores of clustered patches equal those computed with scikit-learn."""
+"""Test the patch clustering probe."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def scores_of(tmp_path, dataset=None, encoder=None, seed=0, **changes: Any):
 
 
 def cluster_pixels(context, layer):
-    """Return the clusters, from scikit-learn's k-means, and the classes of all labelled pixels."""
+    """Return the k-means cluster and the true class of each labelled pixel."""
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):
@@ -68,7 +68,7 @@ def cluster_pixels(context, layer):
 
 
 def best_of_all_matchings(guess, truth, clusters):
-    """Return accuracy and mean IoU (%) of the most accurate assignment of clusters to classes."""
+    """Find the best assignment of clusters to classes by trying all permutations."""
     best = (-1.0, 0.0)
     for names in itertools.permutations(range(clusters), 4):
         ious = []

@@ -1,7 +1,4 @@
-"""Test that PCA maps have the correct components, alignment, colours and foreground.
-
-Every protocol (variant of the probe) must draw its figures.
-"""
+"""Test PCA maps of patch features."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Test that the GPU kernel of the segmentation loss equals the implementation in plain torch.
+"""Test the GPU kernel of the segmentation loss.
 
 Without a GPU, Triton's interpreter runs the kernel on the CPU.
 """

@@ -1,4 +1,4 @@
-"""Test that the labels of pixels, predicted from upsampled logits, equal a computation in numpy."""
+"""Test the prediction of pixel labels from upsampled logits."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,7 +29,7 @@ def make_logits(kind, classes, heads=3, rows=6, cols=5):
 
 
 def predict_plainly(logits, height, width):
-    """Return the class with the largest bilinearly upsampled logit at each pixel."""
+    """Upsample the logits bilinearly and return the class of each pixel."""
     corners = []
     for size, patches in zip((height, width), logits.shape[1:3], strict=True):
         position = (torch.arange(size) + 0.5) * (patches / size) - 0.5

@@ -1,4 +1,4 @@
-"""Test that records state how an encoder's position embeddings were resized to the image size."""
+"""Test that results record how position embeddings were resized."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Test that the scores of nearest-neighbour retrieval of patches equal a float64 computation."""
+"""Test the retrieval of nearest-neighbour patches."""
 
 import json
 from typing import Any

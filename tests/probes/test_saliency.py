@@ -1,7 +1,4 @@
-"""Test that the scores of masks of a single object equal a computation in numpy.
-
-Datasets without such masks must be refused.
-"""
+"""Test the metrics for masks of a single object."""
 
 import json
 from collections import defaultdict
@@ -27,7 +24,7 @@ PATCH = 8
 
 
 def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path:
-    """Write noise images with a bright square, and masks that show parts of the square."""
+    """Write noise images and the masks of their objects."""
     for folder in ("images/val", "masks/val"):
         (root / folder).mkdir(parents=True)
     for number, size in enumerate(sizes):
@@ -39,7 +36,7 @@ def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path
 
 
 def plain_scores(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Compute maximum F-beta, IoU and accuracy (%) of pairs (predicted, true mask) with loops."""
+    """Compute F-beta, IoU and accuracy of masks with plain loops."""
     by_threshold, ious, accuracies = [], [], []
     for answer, truth in pairs:
         per_image = []

@@ -1,4 +1,4 @@
-"""Test that scores do not change if an encoder multiplies its tokens by a power of two."""
+"""Test that the scale of features does not change scores."""
 
 from collections.abc import Callable
 from functools import cache
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A ViT with two blocks whose second block multiplies its output by 2 ** `power`."""
+    """A ViT whose second block multiplies the tokens by a power of two."""
 
     def __init__(self, power: int) -> None:
         super().__init__()
@@ -66,7 +66,6 @@ class Scaled(nn.Module):
 
 
 def scores(task: str, power: int, folder: str) -> dict[tuple[str, str], float]:
-    """Return the scores of an encoder's last block, whose output is scaled by 2 ** `power`."""
     encoder = ssl_bench.Encoder.from_module(
         Scaled(power).eval(), patch_size=8, blocks="blocks", norm="norm", image_size=32,
         mean=0.5, std=0.5,

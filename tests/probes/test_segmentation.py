@@ -1,7 +1,4 @@
-"""Test that linear segmentation trains, selects and scores its heads correctly.
-
-Its figures and protocols (presets of settings) are tested, too.
-"""
+"""Test the linear segmentation probe."""
 
 import json
 from dataclasses import replace
@@ -87,7 +84,7 @@ def test_concatenated_blocks_end_with_the_last_requested_block():
 
 
 def relabel_held_out(share: float) -> ColourDataset:
-    """Return a dataset whose label 3 occurs only in the held-out training images."""
+    """Return a dataset in which only held-out images have label 3."""
     split = TrainingSplit.draw(Colours("train", 18), max_images=None, holdout=share, seed=0)
     return ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
 

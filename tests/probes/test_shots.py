@@ -1,7 +1,4 @@
-"""Test that probes can be trained on random subsets of the training images ("shots").
-
-Either a single random sample is used, or several random choices of a few images per class.
-"""
+"""Test probes that are trained with few images."""
 
 import math
 from functools import partial

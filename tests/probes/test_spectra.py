@@ -1,4 +1,4 @@
-"""Test that condition numbers, effective ranks and CKA follow their definitions."""
+"""Test condition numbers, effective ranks and CKA."""
 
 import math
 
@@ -74,7 +74,7 @@ def test_the_median_and_its_interval_equal_hand_computations():
 
 
 def gram_cka(x, y):
-    """Compute CKA from its definition, with the centred Gram matrices of all tokens."""
+    """Compute CKA directly from the centred Gram matrices."""
     one, other = (a.reshape(-1, a.shape[-1]).double().numpy() for a in (x, y))
     centring = np.eye(len(one)) - 1 / len(one)
     k, m = (centring @ a @ a.T @ centring for a in (one, other))

@@ -1,7 +1,4 @@
-"""Test that features kept in memory, kept on disk or recomputed every epoch give equal scores.
-
-A run that was killed must continue where it stopped.
-"""
+"""Test that the storage of features does not change scores."""
 
 import errno
 import os
@@ -175,7 +172,7 @@ class KilledError(Exception):
 
 
 def killed_after(steps):
-    """Return a progress function that raises `KilledError` after the given number of steps."""
+    """Return a progress function that raises an error after some steps."""
     pending = [steps]
 
     def progress(items, description, total=None):

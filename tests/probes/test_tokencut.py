@@ -1,7 +1,4 @@
-"""Test that TokenCut scores, logs and draws images of different sizes correctly.
-
-A run that was stopped must continue where it stopped.
-"""
+"""Test the TokenCut probe."""
 
 import hashlib
 import json
@@ -49,7 +46,7 @@ def picture(image_id: str):
 
 @dataclass(frozen=True)
 class Pictures:
-    """A dataset of noise images with boxes that records which images are read."""
+    """A dataset of noise images with object boxes."""
 
     boxes: Mapping[str, list[list[float]] | None]
     damaged: str = ""
@@ -101,7 +98,7 @@ REFERENCE = Cut()
 
 
 def discover_in(pixels: np.ndarray, facet: Facet = "key", cut: Cut = REFERENCE):
-    """Return the object that `discover` finds in an RGB image, with features of block 2."""
+    """Find the object in an RGB image with TokenCut."""
     extractor = FeatureExtractor(tiny_encoder(), layers=[2], facets=[facet], pad=True)
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
     grid = PatchGrid(pixels.shape[0], pixels.shape[1], 8)

@@ -1,7 +1,4 @@
-"""Test that labels propagated through a video are correct, and are scored like the official code.
-
-The labels are compared with those from the affinity between all pairs of patches.
-"""
+"""Test the probe that tracks objects in videos."""
 
 import math
 from collections.abc import Sequence
@@ -54,7 +51,7 @@ DINO = PropagationConfig(latest_frames=7, radius=12, neighbours=5, temperature=0
 def dense_labels(
     features: Sequence[np.ndarray], first_labels: np.ndarray, config: PropagationConfig
 ) -> list[np.ndarray]:
-    """Compute the patch labels of every frame from the affinity between all pairs of patches."""
+    """Propagate patch labels with the affinity between all pairs of patches."""
     rows, cols = first_labels.shape[:2]
     units = [f.reshape(rows * cols, -1).astype(np.float64) for f in features]
     units = [f / np.linalg.norm(f, axis=1, keepdims=True) for f in units]
@@ -75,7 +72,7 @@ def dense_labels(
 
 
 def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndarray:
-    """Upsample patch labels, scale each to [0, 1] and return the index of the largest per pixel."""
+    """Convert patch labels to a mask at full image resolution."""
     channels = []
     for channel in np.moveaxis(labels, -1, 0):
         for axis in (0, 1):
@@ -191,7 +188,7 @@ def test_a_shifted_square_has_the_scores_of_the_official_code(shift, region, con
 
 
 def plain_contour_accuracy(found: np.ndarray, true: np.ndarray) -> float:
-    """Compute the F-measure of two masks' contours from the distances of all contour pixels."""
+    """Compute the F-measure of two contours from the distances between pixels."""
 
     def contour(mask: np.ndarray) -> np.ndarray:
         # A pixel is on the contour if it differs from a pixel to its right, below, or both.
@@ -311,7 +308,7 @@ def tiny_encoder() -> Any:
 def dense_scores(
     probe: Tracking, encoder: Any, video: Sample, layer: int
 ) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Return J and F (%) and the masks of objects that are tracked with all pairs of patches."""
+    """Track the objects of a video by comparing all pairs of patches."""
     assert video.frames is not None
     assert video.mask is not None
     frames = list(video.frames)
@@ -396,7 +393,7 @@ def test_scores_are_object_means_with_the_first_mask_as_baseline():
 
 
 def write_video(folder: Path, masks: Sequence[np.ndarray | None]) -> Path:
-    """Write frames with a moving bright object, and the masks that are not None."""
+    """Write video frames that show a moving bright object."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     background = generator.integers(0, 120, (32, 48, 3), dtype=np.uint8)

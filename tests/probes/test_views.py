@@ -1,4 +1,4 @@
-"""Test that crops of images show the same region as the corresponding masks and pixel labels."""
+"""Test that an image and its mask are cropped in the same way."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ GRAY = (0.5, 0.5, 0.5)
 
 
 def make_scene(height=24, width=36):
-    """Return a sample whose right half is the object. Red encodes the column, green the row."""
+    """Return an image whose right half is the object."""
     rows, cols = np.mgrid[:height, :width]
     image = np.stack([cols * 255 // width, rows * 255 // height, 0 * rows], -1).astype(np.uint8)
     return Sample("scene", image, (cols >= width // 2).astype(np.uint8))
