@@ -294,8 +294,8 @@ def _estimate_effective_rank(
     """Estimate the effective rank of a matrix from Lanczos iterations, by quadrature.
 
     The effective rank is exp(log S - T / S). S is the sum of all singular values s of the matrix,
-    and T is the sum of s log s. Both sums are estimated from the nodes `values` and their `weights`
-    in the quadrature. `size` is the number of rows of the matrix.
+    and T is the sum of s log s. Both sums are estimated by quadrature, with the nodes `values` and
+    the weights `weights`. `size` is the number of rows of the matrix.
     """
     total = size * (weights * values).sum()
     if not total > 0:

@@ -212,10 +212,11 @@ class Conditioning(Probe):
     def _score_spectra(
         self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix
     ) -> Iterator[Score]:
-        """Yield the scores of the attention matrices and of the outputs of attention and MLP.
+        """Yield the scores that describe the spectra of attention matrices and of outputs.
 
-        Then save all singular values and the matrix of CKA between all blocks as files. The paths
-        of the files begin with `stem`. `records` contains the inputs and outputs of the blocks.
+        The outputs are those of the attention and of the MLP. Then save all singular values and the
+        matrix of CKA between all blocks as files. The paths of the files begin with `stem`.
+        `records` contains the inputs and outputs of the blocks.
         """
         spectra: dict[str, Any] = {}
         for layer in context.progress(records, "blocks", len(records)):

@@ -175,9 +175,9 @@ def precision_at(ranks: Indices, num_right: int, k: int) -> float:
 def expected_average_precision(num_images: int, num_right: int, top: int | None = None) -> float:
     """Return the expected average precision of a random ranking.
 
-    It is the mean over all orders of N images. R of these images are correct. If ranks start at 0,
-    an image at rank r is correct with probability R / N. If it is, each of the r images before it
-    is correct with probability (R - 1) / (N - 1). `top` is the number of ranked images that are
+    It is the mean over all orders of N images, R of them correct. If ranks start at 0, an image at
+    rank r is correct with probability R / N. If it is, each of the r images before it is correct
+    with probability (R - 1) / (N - 1). `top` is the number of ranked images that are
     scored, or None for all.
     """
     ranks = np.arange(num_images if top is None else min(top, num_images))

@@ -302,7 +302,7 @@ def _read_paper(file: Path) -> Paper:
 
 
 def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Experiment]:
-    """Yield a pretraining run of a paper, then the runs that change some of its settings.
+    """Yield one of a paper's pretraining runs, then the runs that change some of its settings.
 
     Args:
         file: File of the paper, for error messages.

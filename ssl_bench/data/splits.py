@@ -245,8 +245,8 @@ def _drop_columns(line: str, suffix: str) -> Iterator[str]:
     """Yield the possible names at the start of a line of a list, the longest first.
 
     They are the line itself, and the line without one or more of its last columns. For example, the
-    line "pet0 1 2" yields "pet0 1 2", "pet0 1" and "pet0". Columns are only removed if they are
-    numbers or paths, or if the remaining text ends in `suffix` or another image suffix.
+    line "pet0 1 2" yields "pet0 1 2", "pet0 1" and "pet0". Columns are only removed if they contain
+    numbers or paths, or if the text before them ends in `suffix` or another image suffix.
     """
     yield line
     suffixes = (suffix.lower(), *IMAGE_SUFFIXES) if suffix else IMAGE_SUFFIXES

@@ -51,9 +51,9 @@ class TokenGraying(nn.Module):
             1 changes nothing.
 
     Source: Ji et al., "Always Skip Attention", algorithms 1 and 2. The paper does not state where
-    in the block the tokens are grayed. Here, the tokens are grayed at the start of the block, so
-    the skip connection adds the grayed tokens. The reason is that table 3 of the paper reports
-    similar condition numbers before and after the attention. In contrast to the paper, ratios below
+    in the block token graying is applied. This class applies it at the start of the block, so the
+    skip connection adds the changed tokens. The reason is that table 3 of the paper reports similar
+    condition numbers before and after the attention. In contrast to the paper, ratios below
     the machine epsilon are treated like the machine epsilon, so that the gradients of singular
     matrices are finite.
     """

@@ -6,7 +6,7 @@ A folder of results contains:
   file with the same stem.
 - `images/*.json`: the ids of a set of scored images, in the order of the per-image values.
 - `records.parquet`: a file that `ResultStore.pack` writes. Each row has the content of one JSON
-  file and of its `.npz` file. A row is ignored if its JSON file still exists.
+  file and of its `.npz` file. If the JSON file still exists, it is used instead of the row.
 
 Files are written atomically. To detect changes and losses, each record contains a digest of itself
 and of its `.npz` file. Each row of the Parquet file contains a digest of its content, and the file

@@ -143,8 +143,8 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
     If the error is a bug in this program, print nothing and return None.
 
     This function is separate from `main` to avoid a reference cycle. The error's traceback refers
-    to the frame of `main`. If a variable in `main` referred to the error, data workers and memory
-    would not be freed.
+    to the frame of `main`. If a variable in this frame also referred to the error, the two would
+    keep each other alive, and data workers and memory would not be freed.
 
     Args:
         error: The error that ended the command.

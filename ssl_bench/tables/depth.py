@@ -307,7 +307,8 @@ def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
         epoch = epoch_number(record)
         if encoders.setdefault(epoch, record.encoder_id) != record.encoder_id:
             raise DataError(
-                f"epoch {epoch:g} of run {run} has two encoders, so two runs have this name. "
+                f"there are results of two encoders for epoch {epoch:g} of run {run}, probably "
+                "because two runs have this name. "
                 "Rename one run folder and probe that run again, or pass a results folder that "
                 "contains only one of the runs",
                 hint=("--out", "{folder}"),

@@ -317,7 +317,7 @@ def _encoder_notes(encoders: Mapping[str, Record]) -> list[str]:
 
 
 def _block_notes(table: PaperTable) -> list[str]:
-    """Return notes that state on which images the shown block of each encoder was chosen.
+    """Return notes that state how the block of each encoder was chosen, and on which images.
 
     If this differs between columns, each note begins with the names of its columns.
     """

@@ -94,7 +94,7 @@ class SeverityTable(ScoreTable):
 
         A block is left out if its score is degenerate (too many images have an arbitrary result) on
         clean images or at one of `common_severities`. The set is empty if several blocks remain and
-        all have the same drop.
+        the scores of all of them drop equally.
         """
         compared = (CLEAN_SEVERITY, *self.common_severities)
         drops = {

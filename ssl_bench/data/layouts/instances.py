@@ -241,8 +241,8 @@ class Copydays(Layout):
         }
         if unknown := [image_id for image_id, one in targets.items() if not one.matches]:
             raise DataError(
-                f"{root / 'original'} has no original of {join_names(unknown)}, expected a file "
-                "with the same first four characters. Unpack all archives again"
+                f"{root / 'original'} lacks the original images of {join_names(unknown)}, expected "
+                "files whose names begin with the same four characters. Unpack all archives again"
             )
         counted = {"val": [*copies, *originals]} if self.copies == "strong" else {}
         name = resolve_dataset_name(self.name, counted)

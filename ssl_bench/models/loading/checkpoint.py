@@ -506,7 +506,7 @@ def _describe_damage(path: Path, reason: str) -> str:
 
 
 def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
-    """Return advice on loading a weights file with a config.json, for an error message.
+    """Return the part of an error message that says how to load a file with a config.json.
 
     The user must write a config.json that names a timm model and the arguments that differ from
     timm's.
