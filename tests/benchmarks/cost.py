@@ -3,11 +3,9 @@
     python -m tests.benchmarks.cost --data-root DIR
 
 DIR contains photographs in the layout of VOC2012. Probes that need other annotations use a
-generated dataset. Each probe runs in its own process with one thread, and evaluates all blocks of
-the encoder `demo:skip` on at most 20 images. Start-up time is subtracted: it is measured by running
-the same command with `--dry-run`, which loads the same libraries. The forward passes of untrained
-ViTs are timed, too. The measurements are saved in results/benchmarks/cost-cpu.json and shown on the
-documentation pages of the probes.
+generated dataset. Each probe runs in a separate process with one thread and at most 20 images. The
+start-up time is measured with `--dry-run` and subtracted. Forward passes of untrained ViTs are also
+timed. The measurements are saved in results/benchmarks/cost-cpu.json.
 """
 
 import argparse
@@ -35,7 +33,7 @@ COLUMNS = ("task", "images", "seconds per image", "seconds in all", "peak memory
 
 
 def measure(words: Sequence[str]) -> tuple[float, float]:
-    """Run an `ssl-bench` command, and return its processor seconds and peak memory in GiB."""
+    """Return the CPU time (seconds) and peak memory (GiB) of an `ssl-bench` command."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     process = subprocess.Popen(
         [sys.executable, "-m", "ssl_bench", *words],
@@ -78,7 +76,7 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
 
 
 def measure_encoders() -> dict[str, float]:
-    """Return the seconds per image of several ViTs on one CPU thread, by model and image size."""
+    """Return how many seconds several ViTs need per image on one CPU thread."""
     torch.set_num_threads(1)
     seconds = {}
     for name, dim, heads in (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12)):
@@ -100,7 +98,7 @@ def read_measurements() -> dict[str, Any]:
 
 
 def probe_page(root: Path, task: str) -> str:
-    """Return the page docs/probes/TASK.md with new measurements of the cost."""
+    """Return the page docs/probes/TASK.md with updated run times and memory."""
     page = (root / f"docs/probes/{task}.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## Cost\n")
     measured = read_measurements()
@@ -119,7 +117,7 @@ One CPU core scored all {one["blocks"]} blocks of `demo:skip` with this command.
 
 
 def overview(root: Path) -> str:
-    """Return the page docs/how_to/estimate.md with new tables of measurements."""
+    """Return the page docs/how_to/estimate.md with updated measurements."""
     page = (root / "docs/how_to/estimate.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## On one CPU core\n")
     measured = read_measurements()

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.generated [--write | --list]
 
-Every page and figure that can be generated within seconds is generated again, and files that differ
-are listed. `--write` replaces them. `--list` shows which files of results/tables, results/figures
-and docs/ are checked, and why others are not.
+The command generates each file again and lists the files that have changed. With `--write`, the
+command replaces outdated files. `--list` shows which files are checked, and why other files are
+not checked.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def _json(root: Path, name: str) -> Any:
 
 
 def _by(module: str, name: str, function: str = "page") -> Generator:
-    """Return a function that passes a JSON file's data to a function of a benchmark module."""
+    """Return a function that generates a page from a JSON file."""
     return lambda root: getattr(import_module(f"tests.benchmarks.{module}"), function)(
         _json(root, name)
     )
@@ -49,7 +49,7 @@ def _evidence_figure(experiment: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str) -> Generator:
-    """Return a function that generates a file by calling `function` of the program docs/NAME."""
+    """Return a function that generates a file with the program docs/NAME."""
     return lambda root: runpy.run_path(str(root / "docs" / name))[function]()
 
 
@@ -118,7 +118,7 @@ NOT_GENERATED = {
 
 
 def evidence_figures(root: Path) -> dict[str, Generator]:
-    """Return the functions that draw the figures of finished experiments, by the figure's path."""
+    """Return a mapping from the path of each figure to the function that draws it."""
     from tests.benchmarks.evidence.page import figure_name, figures
 
     names = figures(_json(root, "evidence-cpu.json"))
@@ -126,7 +126,7 @@ def evidence_figures(root: Path) -> dict[str, Generator]:
 
 
 def probe_pages(root: Path) -> dict[str, Generator]:
-    """Return functions that generate the pages with the cost of probes, by the path of the page."""
+    """Return a mapping from the path of each page to the function that generates it."""
     from tests.benchmarks.cost import overview, probe_page, read_measurements
 
     tasks = read_measurements()["tasks"]
@@ -135,7 +135,7 @@ def probe_pages(root: Path) -> dict[str, Generator]:
 
 
 def generators(root: Path) -> dict[str, Generator]:
-    """Return the functions that generate the checked files, by the path of the file."""
+    """Return a mapping from the path of each checked file to the function that generates it."""
     return {**WHOLE, **evidence_figures(root), **probe_pages(root)}
 
 

@@ -1,13 +1,13 @@
-"""Measure the speed and memory of ssl-bench on a GPU, in nine minutes.
+"""Measure the speed and memory use of ssl-bench on a GPU, in about nine minutes.
 
-Run it with `make gpu-report` or `make gpu-report ONLY=heads`, or directly:
+Run `make gpu-report`, `make gpu-report ONLY=heads` or this command:
 
     python -m tests.benchmarks.gpu_report [--out results/devices] [--only training,heads]
 
-Each section runs in its own process, so that a crash does not end the others. Each measurement or
+Each section runs in a separate process, so that a crash ends only this section. Each measurement or
 error is saved immediately. The results are written to `results/devices/GPU.json` and to a page in
-the same folder after each section. Without a GPU, tiny sizes are used to test the program. Neither
-a network nor data is needed.
+the same folder. Without a GPU, tiny inputs are used to test the program. The program needs no
+network and no dataset.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SECONDS = float(os.environ.get("GPU_REPORT_SECONDS", "600"))
 
 
 def save_entry(name: str, /, **values: Any) -> None:
-    """Save measured values as the entry `name` of the report, and print them."""
+    """Add measured values to the report and print them."""
     FOUND[name] = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
     OUT.write_text(json.dumps(FOUND, indent=1))
     print(f"  {name}: {json.dumps(FOUND[name])[:300]}", flush=True)
@@ -52,7 +52,7 @@ def save_entry(name: str, /, **values: Any) -> None:
 
 @contextmanager
 def save_errors(name: str) -> Any:
-    """Inside a `with` block, save an exception as an entry of the report instead of raising it."""
+    """Save an exception of the `with` block in the report instead of raising it."""
     try:
         if CUDA:
             torch.cuda.empty_cache()
@@ -85,7 +85,7 @@ def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> 
 
 
 def kernels(work: Callable[[], Any], count: int) -> list[list[Any]]:
-    """Return rows [ms, launches, name] of all kernels together and of the `count` slowest."""
+    """Return the time (ms), number of launches and name of the slowest kernels."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
         work()
@@ -116,7 +116,7 @@ def environment() -> None:
 
 
 def operations() -> None:
-    """Measure three operations: refreshing SOAP's bases, graying tokens, and k-NN search."""
+    """Measure single operations, such as a k-NN search."""
     from pretrain.optimizers import soap
     from ssl_bench.models.graying import gray_by_cholesky, gray_by_svd
     from ssl_bench.neighbours import nearest_vectors
@@ -212,7 +212,7 @@ def training(timed: int = 40) -> None:
 
 
 def extraction() -> None:
-    """Measure how fast the tokens of all blocks of a ViT-S/16 are extracted, in several dtypes."""
+    """Measure how fast a ViT-S/16 extracts tokens in several dtypes."""
     from ssl_bench.features import FeatureExtractor
     from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
@@ -235,7 +235,7 @@ def extraction() -> None:
 
 
 def heads() -> None:
-    """Measure a training step of 96 linear heads, one per block and learning rate."""
+    """Measure a training step of 96 linear heads."""
     from probes.heads.losses import HistogramLoss, UpsampledLoss
     from probes.heads.sgd import LinearHeads, Standardization, update_heads
     from probes.segmentation import Segmentation
@@ -268,7 +268,7 @@ def heads() -> None:
 
 
 def commands() -> None:
-    """Measure the run time of `pretrain` on JPEG files, and of `probe` on the resulting encoder."""
+    """Measure the run time of the commands `pretrain` and `probe`."""
     from PIL import Image
 
     folder, rng = Path(tempfile.mkdtemp()), np.random.default_rng(0)
@@ -295,7 +295,7 @@ def commands() -> None:
 
 
 def run_command(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
-    """Run `python -m WORDS` for at most `seconds`, and return its exit code and output."""
+    """Run a Python module for at most `seconds` and return its exit code and output."""
     with tempfile.TemporaryFile("w+") as output:
         try:
             code: int | str = subprocess.run(

@@ -2,10 +2,9 @@
 
     python -m tests.benchmarks.half_precision --data DIR --encoder NAME=URI [--encoder NAME=URI]
 
-Each probe runs three times on the same images with the same seed. The differences are paired, so
-they do not contain the spread between images. DIR contains the datasets of `RUNS`. Finished results
-in `--out` are not computed again. The measurements are written to
-results/benchmarks/half_precision-cpu.json, and the table to results/tables/half_precision.md.
+Each probe runs three times on the same images with the same seed. DIR contains the datasets that
+`RUNS` lists. Results that are already in `--out` are not computed again. The measurements are
+written to results/benchmarks/half_precision-cpu.json and results/tables/half_precision.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measure peak memory: with torch's allocator on a GPU, and by tracking tensors on a CPU."""
+"""Measure the peak memory of a function on a GPU or CPU."""
 
 import weakref
 from collections.abc import Callable
@@ -12,7 +12,7 @@ MEBIBYTE = 2**20
 
 
 def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
-    """Return the largest increase in memory use while `work` runs, in MiB."""
+    """Return the peak increase in memory (MiB) while `work` runs."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -26,7 +26,7 @@ def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A dispatch mode that tracks how many bytes newly created tensors occupy."""
+    """A `TorchDispatchMode` that tracks the memory of new tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Convert MNIST's published idx files to images in class folders, for pretraining.
+"""Convert the published MNIST files to images in class folders.
 
     python -m tests.benchmarks.mnist_pictures IDX DIR
 
-IDX is the folder of the downloaded files. The command writes 70,000 images
-DIR/{train,test}/DIGIT/NUMBER.png in about a minute.
+IDX is the folder of the downloaded files. The command writes the images as
+DIR/{train,test}/DIGIT/NUMBER.png.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from PIL import Image
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
-    """Read a gzipped idx file, the format of MNIST, as an array."""
+    """Read a gzipped idx file of MNIST as an array."""
     # Two zero bytes, the data type, the number of axes, the length of each axis, and the data.
     content = gzip.decompress(path.read_bytes())
     if content[:3] != b"\0\0\x08":

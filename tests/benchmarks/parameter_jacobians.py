@@ -1,12 +1,11 @@
-r"""Compute equations 5, 8 and 9 and figure 5 of "Cutting the Skip" without approximation.
+r"""Compute equations 5, 8 and 9 and figure 5 of the paper "Cutting the Skip".
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.parameter_jacobians \
         --json results/benchmarks/parameter_jacobians-cpu.json
 
-f is the function that returns all tokens after the last block, and theta are the attention weights
-of one block. The Jacobians are derivatives of f by theta. The ViT has only 3 blocks, width
-16, 2 heads and 5 tokens, so that exact derivatives in float64 are affordable. The images are
-random. Figure 5 uses no ViT, but the softmax of 10 x 10 logits alpha Z + beta I with random Z.
+Each Jacobian contains the derivatives of all output tokens with respect to the attention weights of
+one block. The ViT is so small that exact Jacobians in float64 are affordable. The images are
+random. Figure 5 uses the softmax of random 10 x 10 logits instead of a ViT.
 """
 
 import argparse
@@ -75,7 +74,7 @@ def simulated(alpha: float, beta: float, seed: int) -> float:
 
 
 def measure() -> dict[str, Any]:
-    """Measure the condition numbers of Jacobians and attention maps for "Cutting the Skip"."""
+    """Measure the condition numbers of Jacobians and attention maps."""
     rows = []
     for name, config in VARIANTS.items():
         for seed in range(SEEDS):

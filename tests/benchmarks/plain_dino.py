@@ -1,9 +1,9 @@
-"""A plain reimplementation of the official DINO training step, as a speed and memory baseline.
+"""A plain reimplementation of the official DINO training step, used as a baseline for speed.
 
-The step runs eagerly, with one forward pass of the backbone for each crop size and one of the head.
-Attention is computed with explicit matrix products, and each pair of views has a loss term.
-Clipping, moving averages and AdamW process one tensor at a time, and the host waits for the loss
-and for each gradient norm. GPUs use float16 with a gradient scaler.
+The training step runs eagerly. Attention is computed with explicit matrix products. Each pair of
+views has a separate loss term. Clipping, moving averages and AdamW process one tensor at a time.
+The CPU waits for the loss and for each gradient norm. On a GPU, the training step uses float16 with
+a gradient scaler.
 
 Source: main_dino.py, utils.py and vision_transformer.py of
 https://github.com/facebookresearch/dino/tree/7c446df5b9f45747937fb0d72314eb9f7b66930a
@@ -26,7 +26,7 @@ from ssl_bench.models.vit import Attention, Block
 
 
 class PlainDino:
-    """DINO training that follows the official code and starts from a `DinoLearner`'s weights."""
+    """DINO training as in the official code, with the initial weights of a `DinoLearner`."""
 
     def __init__(self, learner: DinoLearner, device: torch.device, *, fused_attention: bool):
         self.options: Dino = learner.options
@@ -39,7 +39,8 @@ class PlainDino:
         self.device = device
 
     def step(self, crops: Sequence[Tensor], rates: dict[str, float], clip: float) -> float:
-        """Take a training step on batches of crops, the large crops first, and return the loss."""
+        """Take a training step and return the loss."""
+        # The first crops are the large ones.
         for group in self.optimizer.param_groups:
             group["lr"] = rates["lr"]
         self.optimizer.param_groups[0]["weight_decay"] = rates["weight_decay"]

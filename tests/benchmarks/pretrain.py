@@ -1,16 +1,16 @@
-"""Compare a DINO training step of this suite with a plain reimplementation of the official one.
+"""Compare the speed and memory of our DINO training step with those of plain PyTorch code.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.pretrain
     python -m tests.benchmarks.pretrain --device cuda --json pretrain.json
 
-On a GPU, the default is the full size: ViT-S/16, 224 pixels, 2 + 8 crops, batch size 256 and 65,536
-prototypes. Images are cropped before the measurement. A step of this suite also augments the 8-bit
-crops on the device. The plain loop receives augmented crops, because the official code augments
-images in its data workers.
+On a GPU, the default is a ViT-S/16 with batch size 256 and 65,536 prototypes. Images are cropped
+before the measurement. Our training step includes the augmentation of 8-bit crops on the device.
+The plain training step receives augmented crops, because the official code augments images in data
+workers.
 
-The compared training loops take turns of ten steps each, so that other load on the machine affects
-all of them. SOAP refreshes its bases once in each turn. Without a GPU, processor time is measured,
-and one thread should be used.
+The training loops alternate every ten steps, so that other load on the machine affects all of them.
+SOAP computes its eigenvectors once in ten steps. Without a GPU, CPU time is measured, and one
+thread should be used.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Setting:
         return self.objective.build(self.model, TIMELINE, seed=0)
 
     def groups(self) -> Any:
-        """Return crops of a batch of random images, as data workers return them."""
+        """Return crops of random images in the form that data workers return."""
         crops, generator = self.objective.crops, np.random.default_rng(0)
         pictures = generator.integers(0, 256, (self.batch, 8, 10, 3), dtype=np.uint8)
         samples = [
@@ -148,7 +148,7 @@ def build_plain_candidate(
 
 
 def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
-    """Measure each training loop `turns` times, and return a table row for each."""
+    """Measure all training loops and return one table row per loop."""
     groups = setting.groups()
     adamw, trainer = build_suite_candidate(setting, AdamW(), groups)
     soap, _ = build_suite_candidate(setting, SOAP_RECIPE, groups)

@@ -1,4 +1,4 @@
-"""Describe when, where and with which command a benchmark ran, and print its tables."""
+"""Describe how a benchmark was run, and print its tables."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ def provenance() -> str:
 
 
 def hardware() -> str:
-    """Return a text such as "NVIDIA H200, 16 cores" or "AMD EPYC, 1 of 2 cores"."""
+    """Return a description of the hardware, such as "NVIDIA H200, 16 cores"."""
     cores = os.cpu_count()
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, {cores} cores"

@@ -1,4 +1,4 @@
-"""Compare how long a step of several optimizers takes on the parameters of the same ViT.
+"""Compare the time per step of several optimizers on the same ViT.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.soap --dim 192 --depth 12
 
@@ -32,7 +32,7 @@ BUILDERS: dict[str, Build] = {
 
 
 class OpCounter(TorchDispatchMode):
-    """A dispatch mode that counts tensor operations, except those that return views."""
+    """A `TorchDispatchMode` that counts all tensor operations except views."""
 
     total = 0
 
@@ -42,7 +42,7 @@ class OpCounter(TorchDispatchMode):
 
 
 class Candidate:
-    """An optimizer whose steps are timed, with a model of its own."""
+    """A model and an optimizer whose steps are timed."""
 
     def __init__(self, build: Build, config: ViTConfig, device: torch.device) -> None:
         self.device = device

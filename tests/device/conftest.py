@@ -1,4 +1,4 @@
-"""Fixtures of the device tests: small datasets, and a working folder that contains an encoder.
+"""Fixtures of the tests on a device.
 
 Type and shape checks are disabled here, because the tests on the CPU already check shapes.
 """

@@ -1,7 +1,4 @@
-"""Define small runs for the device tests: most probes with several protocols, and pretraining.
-
-A protocol is a preset of settings.
-"""
+"""Define small probing and pretraining runs for tests on a device."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,7 +91,6 @@ NOT_ON_MPS = frozenset(
 def scores(
     data: Mapping[str, Path], task: str, dataset: str, *more: str, device: str
 ) -> dict[tuple[int, str, str], float]:
-    """Run a probe on a device, and return the value of each of its scores."""
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(data[dataset])]
     arguments += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]
     assert main([*arguments, *more]) == 0

@@ -1,4 +1,4 @@
-"""Test that probes and pretraining run on a simulated MPS device, which has no float64."""
+"""Test probes and pretraining on a simulated MPS device."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""Test that every objective and architecture can be pretrained on an accelerator.
-
-A run that was stopped must continue on the accelerator.
-"""
+"""Test the pretraining of every objective and architecture on an accelerator."""
 
 import shutil
 

@@ -1,7 +1,4 @@
-"""Test that probes give the same scores on an accelerator as on the CPU.
-
-Non-finite features must be reported.
-"""
+"""Test that probes give the same scores on an accelerator as on the CPU."""
 
 import pytest
 import torch

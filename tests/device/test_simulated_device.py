@@ -1,7 +1,4 @@
-"""Test that the simulated CUDA device refuses the same mistakes as a real one.
-
-It must also count how often the host waits for the device.
-"""
+"""Test that the simulated CUDA device raises the same errors as a real GPU."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

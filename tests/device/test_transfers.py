@@ -1,4 +1,4 @@
-"""Test that copies to the device and back are correct and do not make the host wait needlessly."""
+"""Test copies of tensors between the CPU and a device."""
 
 import pytest
 import torch

@@ -1,8 +1,7 @@
-"""Test that the host seldom waits for the device, and that a training step launches few operators.
+"""Test how often the CPU waits for the GPU.
 
-Each test compares two commands that differ only in the amount of work. The additional waits of the
-longer command are counted by file and line. Waits are counted only on a simulated device. On a real
-device, the tests only check that the commands run.
+Each test compares two commands that differ only in the amount of work. On a real GPU, the tests
+only check that the commands run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ THREE_BLOCKS = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads
 
 
 class Unit(NamedTuple):
-    """A unit of work, such as a training step, whose waits for the device are counted."""
+    """A unit of work, such as a training step."""
 
     # Two commands are compared that differ only in their number of units.
     arguments: Sequence[str]
@@ -116,7 +115,7 @@ UNITS = {
 
 @contextmanager
 def count_steps() -> Iterator[list[int]]:
-    """Yield a list to which an item is added whenever L-BFGS evaluates its objective."""
+    """Count how often L-BFGS evaluates its objective."""
     # The number of steps depends on rounding.
     steps = []
     original = logistic.minimise

@@ -1,4 +1,4 @@
-"""Test that the computed verdicts on claims of papers equal verdicts worked out by hand."""
+"""Test how training results decide whether a claim of a paper is supported."""
 
 import base64
 from itertools import cycle
@@ -22,7 +22,7 @@ def make_run(score, hits=None, metric="top1"):
 
 
 def make_runs(experiment, scores):
-    """Return made-up training runs of an experiment, given {variant: [score of each seed]}."""
+    """Return training runs with made-up scores."""
     runs = {name: make_run(0.0) for name in names_of(experiment, EXPERIMENTS[experiment].variants)}
     for variant, values in scores.items():
         for seed, value in zip(EXPERIMENTS[experiment].seeds, cycle(values)):

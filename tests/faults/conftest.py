@@ -19,6 +19,6 @@ def run_of_one_step(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def begun(workdir: Path, run_of_one_step: Path) -> list[str]:
-    """Return a command that resumes a stopped pretraining run for one more step."""
+    """Return the command that continues an interrupted pretraining run."""
     shutil.copytree(run_of_one_step, workdir / "run")
     return make_pretrain_args(workdir / "photos", "run", "train.max_minutes=0.0")

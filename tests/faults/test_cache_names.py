@@ -1,7 +1,7 @@
 """Test that cached files and records are reused only for the same settings and data.
 
-Most functions in this file return the name of a cached file or entry. The name must depend on
-`facts`: the settings of a probe and the properties of its data.
+Most functions in this file return the name of a cached file. The argument `facts` contains probe
+settings and properties of the dataset.
 """
 
 import json
@@ -34,7 +34,7 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """A change of settings after which a cached file needs another name."""
+    """A change of settings that must change the name of a cached file."""
 
     changed: Facts
     # Facts that are set both before and after the change.
@@ -89,8 +89,6 @@ class Data:
 
 
 def context(folder: Path, facts: Facts) -> ProbeContext:
-    """Return the inputs of a probe, with the values in `facts` instead of their defaults."""
-
     def select(*names: str) -> dict[str, Any]:
         return {name: facts[name] for name in names if name in facts}
 
@@ -131,8 +129,6 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that stops a probe after one score and returns its cached file's name."""
-
     def name(folder: Path, facts: Facts) -> str:
         usual = {"tier": "memory", "cache": str(folder), "image_size": 16, "holdout": 0.25}
         sgd = {"epochs": 1, "learning_rates": [1e-3]} if "probe.training" not in facts else {}

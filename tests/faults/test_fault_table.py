@@ -1,9 +1,4 @@
-"""Test that commands report each broken file and wrong argument in a table of faults.
-
-Each row has the name of a fault, the function that creates it, and a command. It also has the
-expected exit code, parts of the error, and the recommended command or setting. `check_fault`
-describes what is checked.
-"""
+"""Test the error messages about broken files and wrong arguments."""
 
 import os
 import shlex
@@ -67,7 +62,6 @@ KEYS = "ssl-bench keys"
 
 
 def wrong_argument(command: str, word: str, hint: str = "", name: str = "") -> Fault:
-    """Return a test case for a command with the wrong argument `word`."""
     name = name or word.partition("=")[0].lstrip("+~-")
     words = shlex.join([*shlex.split(command), word])
     return Fault(f"{command.split()[-1]} {word[:40]}", do_nothing, words, 2, name, hint)
@@ -340,8 +334,6 @@ def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
 
 
 def voc_xml(old: str, new: str) -> Prepare:
-    """Return a function that writes a valid VOC annotation, with `old` replaced by `new`."""
-
     def prepare(folder: Path) -> None:
         size = "<size><width>40</width><height>32</height></size>"
         voc_box(9, 9, 24, 24, more=size)(folder)
@@ -353,8 +345,6 @@ def voc_xml(old: str, new: str) -> Prepare:
 
 
 def coco(bbox: object = (8, 8, 16, 16), width: object = 40, **changed: object) -> Prepare:
-    """Return a function that creates a miniature COCO20k: one 40 x 32 image with one box."""
-
     def prepare(folder: Path) -> None:
         one = {"id": 7, "image_id": 1, "category_id": 1, "iscrowd": 0, "bbox": bbox}
         image = {"id": 1, "width": width, "height": 32}
@@ -440,7 +430,6 @@ ALL = "6 of 6 scored images"
 
 
 def repeat_an_image(dataset: str, how: str, folder: Path) -> None:
-    """Create a dataset with a training image that is copied or linked to its validation images."""
     if dataset == "voc2012":
         base, names = voc(folder), ("JPEGImages/t1.jpg", "JPEGImages/v2.jpg")
     else:
@@ -458,7 +447,6 @@ def repeat_all_images(folder: Path) -> None:
 
 
 def monitor_training_images(folder: Path) -> None:
-    """Create training images, and a second dataset that uses them for validation."""
     data = class_folders(folder / "data")
     shutil.copytree(data / "train", folder / "monitored/val")
     shutil.copytree(data / "val", folder / "monitored/train")
@@ -510,7 +498,6 @@ CUTS: dict[str, Callable[[int], int]] = {
 
 
 def write_malicious_pickle(name: str, folder: Path, *, zipped: bool = True) -> None:
-    """Write a pickle that creates the file `mark` when it is loaded."""
     (folder / name).parent.mkdir(exist_ok=True)
     pickled_mark(folder / name, folder / "mark", zipped=zipped)
 
@@ -675,8 +662,6 @@ def spoil_all_photos(folder: Path) -> None:
 
 
 def first_run(*settings: str) -> Prepare:
-    """Return a function that takes the first step of a pretraining run."""
-
     def prepare(_: Path) -> None:
         assert main([*make_pretrain_args(PHOTOS, "first", ONE_STEP), *settings]) == 0
 

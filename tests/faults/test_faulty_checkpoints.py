@@ -1,7 +1,4 @@
-"""Test that loading a checkpoint runs no code.
-
-Constant features and non-finite features must be reported.
-"""
+"""Test that loading a checkpoint runs no code."""
 
 import argparse
 import importlib
@@ -127,7 +124,6 @@ CONSTANT = {
 
 
 def create_data_for(task: str, workdir: Path) -> tuple[str, Path]:
-    """Create a dataset that a task supports, and return its name and root folder."""
     if task in ("pca", "geometry", "correspondence"):
         return "folder", workdir / "photos"
     if task in ("knn", "classification", "clustering"):

@@ -1,4 +1,4 @@
-"""Test that faults in Python files, standard streams, memory and job launchers are reported.
+"""Test that commands report problems of their environment, such as too little memory.
 
 Faulty arguments are tested in `test_fault_table`.
 """

@@ -1,4 +1,4 @@
-"""Test that commands refuse or leave out faulty images, and accept unusual but valid ones."""
+"""Test how commands treat faulty and unusual images."""
 
 import json
 import shutil
@@ -266,7 +266,7 @@ def test_images_of_any_size_are_probed_and_boxes_lie_inside(workdir, task):
 
 
 def flat_class_folders(root: Path) -> Path:
-    """Create class folders without splits, one of them with the name of a split."""
+    # One class has the name of a split.
     for name, seed in (("cat", 0), ("train", 50)):
         (root / name).mkdir(parents=True)
         for number in range(5):

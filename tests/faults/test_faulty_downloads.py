@@ -1,4 +1,4 @@
-"""Test that failed downloads, faulty archives and files that state a false size are reported."""
+"""Test downloads that fail or contain faulty files."""
 
 import io
 import os
@@ -58,8 +58,6 @@ CUT = 120_000
 
 @pytest.fixture
 def serve(server, monkeypatch):
-    """Return a function that serves an archive on a local server as the download of COCO-Stuff."""
-
     def publish(content: bytes, name: str = "masks.zip"):
         server.publish(content)
         one = Download(name, PublishedFile(server.url, None), len(content))
@@ -71,7 +69,6 @@ def serve(server, monkeypatch):
 
 
 def expect_no_files(capsys, code: int = 5) -> str:
-    """Run a download that must leave no archive or image, and return its error message."""
     message = expect_error(capsys, DOWNLOAD, code)
     assert not Path("data/masks.zip").exists()
     assert not list(Path("data").rglob("*.png"))
@@ -204,7 +201,7 @@ def test_permissions_and_owners_of_a_tar_are_ignored(workdir, serve):
 
 
 def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
-    """Write a zip file with one compressed member, whose headers claim a wrong size."""
+    """Write a zip file whose headers state a wrong size."""
     about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), claimed, len(name), 0)
     content = b"PK\3\4" + about + name.encode() + packed
     index = b"PK\1\2" + struct.pack("<H", 20) + about + struct.pack("<HHHLL", 0, 0, 0, 0, 0)
@@ -214,8 +211,6 @@ def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """Return by how many MiB the memory of a process grows while it runs `work`."""
-
     def limited() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + 1024 * MEBIBYTE

@@ -1,4 +1,4 @@
-"""Test that commands name a damaged result, compute it again and still show the other results."""
+"""Test how commands treat damaged results."""
 
 import csv
 import json
@@ -338,7 +338,6 @@ ALL = ("--layer", "all")
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory) -> Path:
-    """Return a folder with an encoder, images and the results of two probes."""
     folder = tmp_path_factory.mktemp("probed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -356,7 +355,6 @@ def results(probed, tmp_path, monkeypatch) -> ResultStore:
 
 
 def count_more_correct_than_predicted(counts):
-    """Return pixel counts with more correct than predicted pixels, which is impossible."""
     changed = counts.copy()
     moved = counts[0, 1, 0] - counts[0, 0, 0] + 1
     # The IoU of each class and the sums over classes stay the same.
@@ -465,7 +463,6 @@ PICTURES = f"pictures/tokencut/toy/{get_figures_folder(build_record())}/referenc
 
 
 def report_of(root: Path) -> set[str]:
-    """Write a report, check that no file has the secret, and return the names of figures."""
     assert main(["report", "--out", str(root)]) == 0
     names = files_of(root / "report")
     assert not [name for name in names if b"the secret" in (root / "report" / name).read_bytes()]
@@ -474,7 +471,6 @@ def report_of(root: Path) -> set[str]:
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """Create a results folder with one figure, and a file with a secret outside of it."""
     store = ResultStore(tmp_path / "results")
     store.save(build_record())
     save_pictures(store.root, PICTURES.removeprefix("pictures/") + "/good")

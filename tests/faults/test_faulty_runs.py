@@ -1,4 +1,4 @@
-"""Test that a pretraining run can continue after it diverges, is killed or loses files."""
+"""Test that a pretraining run can continue after a failure."""
 
 import os
 import pty
@@ -278,7 +278,7 @@ def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
 
 
 def pause_after(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Make a method of `ResultStore` create the file `begun` after its work, and then sleep."""
+    # The file tells the test when to stop the command.
     method = getattr(ResultStore, name)
 
     def slow(*arguments, **named):
@@ -350,8 +350,6 @@ def test_kills_while_saving_leave_checkpoints_that_load(workdir):
 
 
 def kill_worker_before(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that kills one of the data workers and then calls `function`."""
-
     def fatal(*arguments: Any, **named: Any) -> Any:
         for worker in active_children()[:1]:
             worker.kill()

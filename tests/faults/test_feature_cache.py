@@ -1,7 +1,4 @@
-"""Test that cached features are computed again if their files are damaged or outdated.
-
-A full disk must be reported.
-"""
+"""Test that damaged or outdated cached features are computed again."""
 
 import json
 import os
@@ -129,8 +126,6 @@ def test_any_damage_to_stored_features_is_found_before_training(tmp_path):
 
 @pytest.fixture
 def make_foreign(monkeypatch) -> Callable[[str, Path], None]:
-    """Return a function that replaces a cached file or changes its owner or permissions."""
-
     def replace_by_pipe(path: Path) -> None:
         path.unlink()
         os.mkfifo(path)
@@ -340,7 +335,7 @@ def test_only_old_files_of_killed_writers_are_removed(tmp_path):
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the last entry of a journal that another process may be writing, or {}."""
+    # Another process may be writing the journal.
     try:
         entries = Journal(path.parent, "heads", {}, say=print).read(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Test that terminals, TeX, spreadsheets and browsers execute no commands hidden in texts."""
+"""Test that commands hidden in names and texts are never executed."""
 
 import json
 import re

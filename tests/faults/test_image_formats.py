@@ -1,7 +1,4 @@
-"""Test that images and masks of every format are read correctly or refused.
-
-The formats differ in bit depth, bands, pages, colour mode, palette and compression.
-"""
+"""Test that images and masks of every format are read correctly or refused."""
 
 import io
 import itertools
@@ -55,7 +52,7 @@ MAX_SAMPLE, S_MAX_SAMPLE = 281, 341
 
 
 def stretch(pixels: np.ndarray, bits: int) -> np.ndarray:
-    """Scale 8-bit pixels to `bits` bits, so that the image reader restores the 8-bit values."""
+    # Round up, so that reading the image restores the 8-bit values.
     return -(-pixels.astype(np.int64) * (2**bits - 1) // 255).astype(np.uint16)
 
 
@@ -133,7 +130,6 @@ def test_grey_with_transparency_and_cmyk_have_16_bits_too(workdir):
 
 
 def deep_class_folders(root: Path, bits: int) -> Path:
-    """Create class folders of images with `bits` bits per channel and the same 8-bit pixels."""
     for path in class_folders(root).rglob("*.jpg"):
         pixels = read_image(path)
         path.unlink()
@@ -388,7 +384,6 @@ def test_masks_of_every_layout_must_be_lossless(tmp_path, kind):
 
 
 def reorder_palette(indices: np.ndarray, order: list[int]) -> Image.Image:
-    """Return a mask with a reordered palette and unchanged colours."""
     positions = {number: position for position, number in enumerate(order)}
     image = Image.fromarray(np.vectorize(positions.__getitem__)(indices).astype(np.uint8))
     image.putpalette(voc_colours()[order].ravel().tolist())

@@ -1,7 +1,4 @@
-"""Test that missing figures are drawn again, and that every figure shows the right image.
-
-Missing per-image values must be computed again, too.
-"""
+"""Test that missing figures are drawn again."""
 
 import contextlib
 import os
@@ -49,7 +46,7 @@ def probe_arguments(task: str, dataset: str = "voc2012", layers: str = "0,1") ->
 
 
 def read_files(folder: str | Path, pattern: str = "*") -> dict[str, bytes]:
-    """Return the content of all files in a folder except logs, by their relative paths."""
+    # Logs are left out.
     paths = (path for path in Path(folder).rglob(pattern) if path.suffix not in ("", ".jsonl"))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
@@ -60,8 +57,7 @@ def read_pictures() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def conditioning_figures_are_texts() -> Iterator[None]:
-    """Let the conditioning probe save its figures as texts, because drawing takes seconds."""
-
+    # Drawing takes seconds.
     def write_values(scores: Any, title: str, path: Path, cka: Any) -> None:
         values = [f"{s.layer} {s.facet} {s.metric} {s.value:.2g}" for s in scores]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +70,7 @@ def conditioning_figures_are_texts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def complete_results(tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function that gives a task's results, which tests share and must not change."""
+    # Tests share these results and must not change them.
     found: dict[str, Path] = {}
 
     def results(task: str) -> Path:
@@ -213,7 +209,7 @@ def test_a_record_is_never_saved_without_its_per_image_values(workdir, monkeypat
 
 
 def image_digests(page: Path) -> set[str]:
-    """Return the dataset fingerprints in the paths of figures that an HTML page shows."""
+    # Each path contains the fingerprint of a dataset.
     pattern = r'(?:src|href)="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/'
     return set(re.findall(pattern, page.read_text()))
 

@@ -1,4 +1,4 @@
-"""Create small pretraining runs and the images on which they are trained."""
+"""Create small pretraining runs and training images."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ SMALL_DINO = Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(n
 def album(
     root: Path, count: int = 13, *, folders: Sequence[str] = ("class0", "class1"), seed: int = 0
 ) -> Path:
-    """Save random colour images, evenly distributed over class folders."""
+    """Save random colour images in class folders."""
     generator = np.random.default_rng(seed)
     for number in range(count):
         folder = root / folders[number % len(folders)]
@@ -37,7 +37,7 @@ def album(
 
 
 def plan_of(root: Path, *, data: dict[str, Any] | None = None, **parts: Any) -> Pretraining:
-    """Return a run of eight small steps. `parts` replaces components and training options."""
+    """Return a small pretraining run of eight steps."""
     names = ("model", "objective", "optimizer", "monitor", "init_from")
     components = {name: parts.pop(name) for name in names if name in parts}
     defaults = {"model": TINY, "objective": SMALL_DINO, "optimizer": AdamW(lr=0.05)}

@@ -1,7 +1,4 @@
-"""Test that each training step gets the right crops from its data workers.
-
-This must also hold if there is little shared memory.
-"""
+"""Test that each training step gets the right crops."""
 
 import os
 import signal
@@ -186,7 +183,6 @@ def test_processes_on_one_machine_share_the_limit(monkeypatch):
 
 
 def count_shared_bytes() -> int:
-    """Return how many bytes of shared memory this process and its children use."""
     own_id, sizes = str(os.getpid()), dict[int, int]()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Test that training a ConvMixer respects weight decay, frozen filters and batch statistics."""
+"""Test the training of ConvMixers."""
 
 from dataclasses import replace
 from pathlib import Path

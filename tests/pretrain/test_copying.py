@@ -1,4 +1,4 @@
-"""Test that the string-copying task has correct strings and scores, and can be trained."""
+"""Test the string-copying task."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -83,8 +83,6 @@ def test_accuracies_count_letters_and_strings_without_a_mistake():
 
 
 class Copier(StateSpaceModel):
-    """A model that always predicts the token `back` positions before the current one."""
-
     def __init__(self, back: int) -> None:
         super().__init__(TINY)
         self.back = back

@@ -1,7 +1,6 @@
-"""Test that crops and augmentations have correct pixels and parameter distributions.
+"""Test crops and augmentations.
 
-Augmentations of a batch are compared with torchvision. RandAugment, erasing and mixing are compared
-with timm.
+The reference implementations are those of torchvision and timm.
 """
 
 import random
@@ -77,7 +76,7 @@ GPU = [
 
 
 def draw_params(crops, *, images, views=10) -> AugmentationParams:
-    """Draw augmentation parameters, with the views of each image in consecutive rows."""
+    # Consecutive rows are views of the same image.
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, params = crops.draw(generators, np.full((images, 2), 99))
@@ -357,7 +356,6 @@ def measure_rectangles(edges, size):
 
 
 def edges_of_timm(erasing, size):
-    """Return [top, bottom, left, right] of the rectangle that timm erases, or zeros if none."""
     taken = erasing(torch.zeros(1, size, size))[0].nonzero()
     if not len(taken):
         return [0, 0, 0, 0]
@@ -502,7 +500,6 @@ def draw_operations() -> list[list[tuple[str, int | float]]]:
 
 @cache
 def draw_operations_with_timm() -> list[list[tuple[str, int | float]]]:
-    """Return the operations that timm's RandAugment draws for each image."""
     augment = rand_augment_transform(RECIPE, {**OPTIONS})
     calls: list[tuple[str, int | float]] = []
     for operation in augment.ops:

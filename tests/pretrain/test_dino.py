@@ -1,4 +1,4 @@
-"""Test that the DINO objective equals a simple computation with loops over views and tensors."""
+"""Test the DINO objective."""
 
 import math
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""Test that a training run can start with the weights of another run.
-
-Layer-wise learning-rate decay is tested, too.
-"""
+"""Test that a training run can start with the weights of another run."""
 
 import shutil
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Test that a run normalises its images with `data.mean` and `data.std`."""
+"""Test the normalisation of images in a training run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,6 @@ UNIT = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Create class folders with images of black and white pixels."""
     root = tmp_path_factory.mktemp("pictures")
     pixels = np.where(np.indices((16, 16, 3)).sum(0) % 2, 255, 0).astype(np.uint8)
     for split, count in (("train", 4), ("val", 2)):

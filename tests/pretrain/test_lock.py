@@ -1,4 +1,4 @@
-"""Test that only one process writes to a run folder, and that a killed process frees its lock."""
+"""Test that only one process at a time writes to a run folder."""
 
 import errno
 import fcntl
@@ -22,7 +22,6 @@ FORK = multiprocessing.get_context("fork")
 
 
 def start_run(*arguments: str) -> int:
-    """Start a run in another process, wait for its first logged step and return the process id."""
     child = fork(lambda: main([*arguments, "train.max_steps=100000"]), stderr=Path("stderr"))
     log = Path("run", "log.jsonl")
     while not (log.exists() and log.stat().st_size):
@@ -49,7 +48,6 @@ def test_a_folder_in_use_is_refused_and_not_changed(workdir, capsys):
 
 
 def run_processes(count: int, work, *arguments) -> None:
-    """Run `work(barrier, *arguments)` in `count` forked processes at the same time."""
     barrier = FORK.Barrier(count)
     children = [FORK.Process(target=work, args=(barrier, *arguments)) for _ in range(count)]
     for child in children:

@@ -1,7 +1,4 @@
-"""Test that a run's log, progress lines and experiment trackers receive correct values.
-
-The trackers are TensorBoard and W&B.
-"""
+"""Test the logging of a training run, including TensorBoard and W&B."""
 
 import itertools
 import math
@@ -87,7 +84,6 @@ def test_long_waits_for_data_are_reported_once(monkeypatch, capsys, late, total,
 
 @pytest.fixture
 def runs(monkeypatch) -> list[SimpleNamespace]:
-    """Replace the package wandb with a fake, and return the list of its started runs."""
     started: list[SimpleNamespace] = []
 
     def init(**options: Any) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Test that the MAE objective hides patches, decodes them and computes the loss correctly."""
+"""Test the masked autoencoder (MAE) objective."""
 
 import math
 import statistics

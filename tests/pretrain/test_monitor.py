@@ -1,4 +1,4 @@
-"""Test that a training run measures scores after chosen epochs, and saves its final accuracy."""
+"""Test the validation scores that a training run measures after chosen epochs."""
 
 import json
 import math
@@ -271,7 +271,7 @@ def test_more_than_five_classes_have_a_top_5(tmp_path, num_classes, names):
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
-    """Create folders of red and of blue images, with one red test image in the wrong folder."""
+    # One red test image is in the wrong folder.
     root = tmp_path_factory.mktemp("data") / "MNIST"
     generator = np.random.default_rng(0)
     for split, count in (("train", 8), ("test", 5)):

@@ -1,8 +1,7 @@
-"""Test that every training objective behaves as the suite expects of an objective.
+"""Test the behaviour that the suite expects of every training objective.
 
-The objective in docs/extending.md is tested, too. A new objective is tested without any change to
-this file. To keep the tests fast, the small values in `tests/support/objectives.py` replace those
-of its configuration. The objective must either train or refuse a small encoder of each kind.
+The example objective in docs/extending.md is also tested. New objectives are tested without any
+change to this file. Each objective must either train an encoder or refuse it with an error.
 """
 
 import math
@@ -55,7 +54,7 @@ TIMELINE = Timeline(20, 5)
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory) -> Iterator[None]:
-    """Install the example objective in docs/extending.md as a separate package, as a user would."""
+    """Install the example objective of docs/extending.md as a separate package."""
     folder = tmp_path_factory.mktemp("plugin")
     information = folder / "rotation-1.0.dist-info"
     information.mkdir()
@@ -90,7 +89,6 @@ def learner_of(plan: Pretraining, *, seed: int = 0) -> Learner:
 
 @cache
 def refusals(objective: str) -> dict[str, ConfigurationError | None]:
-    """Return the error with which an objective refuses each kind of encoder, or None."""
     errors = dict[str, ConfigurationError | None]()
     for kind in registered_names("model"):
         errors[kind] = None
@@ -106,7 +104,6 @@ def first_kind(name: str) -> str:
 
 
 def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
-    """Return the views of `count` samples, cropped in groups that begin at 0 and at `cuts`."""
     crops, objective = plan.objective.crops, plan.objective
     generators = [np.random.default_rng(number) for number in range(count)]
     if isinstance(objective, GeneratingObjective):
@@ -198,7 +195,7 @@ def test_no_two_weights_share_their_random_numbers(name, kind):
 
 
 def largest_rank_correlation(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute rank correlation of a tensor with any part of a longer one."""
+    """Return the largest rank correlation of a short tensor with any part of a longer tensor."""
     short, long = sorted((one.flatten(), other.flatten()), key=len)
     ranks = [values.argsort().argsort().float() for values in (short[:600], long)]
     short, long = ((values - values.mean()) / values.std() for values in ranks)

@@ -1,4 +1,4 @@
-"""Test that optimizers decay, clip and update weights correctly, and can skip a step.
+"""Test the optimizers.
 
 SOAP is compared with a NumPy implementation.
 """
@@ -398,7 +398,6 @@ def test_eigenvectors_are_computed_in_float64_if_float32_fails(monkeypatch):
 
 
 def train_with_soap(*, flips_signs: bool = False, **options: Any) -> list[Tensor]:
-    """Return weights and eigenvectors after training with SOAP, on request with flipped signs."""
     if flips_signs:
         # Another processor may return every second eigenvector with the other sign.
         solve, factor = torch.linalg.eigh, torch.linalg.qr
@@ -468,8 +467,6 @@ def take_step(
 
 
 def copy_state(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> list[Tensor]:
-    """Return copies of the weights and of the optimizer's state, without its step counters."""
-
     def tensors(values: Any) -> list[Tensor]:
         if isinstance(values, Tensor):
             return [values.detach().clone()]

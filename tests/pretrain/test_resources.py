@@ -1,4 +1,4 @@
-"""Test FLOP counts, default batch sizes and the advice after a run has run out of memory."""
+"""Test the batch size, memory and FLOP count of training runs."""
 
 import copy
 import errno

@@ -1,7 +1,4 @@
-"""Test that the schedules of hyperparameters equal their formulas at every step.
-
-Warm-ups must have the right length.
-"""
+"""Test the schedules of hyperparameters."""
 
 import numpy as np
 import pytest

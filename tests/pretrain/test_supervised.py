@@ -1,4 +1,4 @@
-"""Test that supervised training learns, and that its head and its accuracy are correct."""
+"""Test supervised training."""
 
 from dataclasses import replace
 
@@ -27,7 +27,6 @@ NAMES = ("a", "b", "c")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Create class folders of red and of blue images."""
     root = tmp_path_factory.mktemp("colours")
     generator = np.random.default_rng(0)
     for split, count in (("train", 11), ("val", 4)):

@@ -1,4 +1,4 @@
-"""Test that a run writes its files, refuses invalid options, and can be stopped and resumed."""
+"""Test the training loop."""
 
 import json
 import math
@@ -41,7 +41,6 @@ def root(tmp_path_factory) -> Path:
 
 
 def call_before_step(monkeypatch, number, action):
-    """Make a run call `action` just before step `number`, counted from 1."""
     augment_on_device, calls = MultiCrop.augment_on_device, []
 
     def augment_and_count(self, *arguments):
@@ -184,7 +183,6 @@ def test_an_error_after_the_last_step_ends_the_run(root, tmp_path, monkeypatch):
 
 
 def change_loss(monkeypatch, change):
-    """Replace DINO's loss and logged values with the result of `change(loss, values, step)`."""
     usual = DinoLearner.loss
 
     def compute_changed(self, network, views, step):

@@ -1,6 +1,6 @@
 """Test that distributed training in two processes gives the same result as in one process.
 
-If one of them fails, both must save the run, and only one message may be printed.
+If one process fails, both processes must save the run.
 """
 
 import json
@@ -47,7 +47,6 @@ def workdir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(workdir) -> dict[str, Any]:
-    """Return the exit codes and output of two training processes for each injected fault."""
     photos = photo_folder(workdir / "photos")
     class_folders(workdir / "classes", 2)
     words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(workdir)]

@@ -1,4 +1,4 @@
-"""Test that pretraining with images in tar files equals pretraining with images in folders."""
+"""Test pretraining on images in tar files."""
 
 import os
 import signal

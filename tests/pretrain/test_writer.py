@@ -1,6 +1,6 @@
-"""Test that checkpoints are written correctly while training continues in the meantime.
+"""Test that checkpoints are written correctly while training continues.
 
-If writing fails, the previous training state must remain usable.
+If writing fails, the previous checkpoint must remain usable.
 """
 
 import math
@@ -42,7 +42,6 @@ def wait_until(is_true, seconds=10.0) -> None:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """Return a list that gets an item in each training step."""
     augment_on_device, steps = MultiCrop.augment_on_device, []
 
     def augment_and_count(self, *arguments):

@@ -1,4 +1,4 @@
-"""Create class folders with images of six colours, one per class, and a small encoder."""
+"""Create class folders of coloured images and a small encoder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
 
 
 def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 90) -> Path:
-    """Write `train` and `val` images per class, which show the colour of their class plus noise."""
+    """Write noisy images that show the colour of their class."""
     generator = np.random.default_rng(0)
     for name, colour in enumerate(COLOURS):
         for split, count in (("train", train), ("val", val)):
@@ -32,7 +32,7 @@ def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 9
 
 
 def select_train_images(root: Path, kept: Sequence[int]) -> ClassFolders:
-    """Return the dataset in `root`, with only the training images at the indices `kept`."""
+    """Return the dataset in `root` with a subset of its training images."""
     dataset = ClassFolders(root)
     some = dataset.train().select("class_folders", list(kept))
     object.__setattr__(dataset, "train", lambda: some)
@@ -44,7 +44,7 @@ def tiny(seed: int = 0) -> Encoder:
 
 
 def build_constant_encoder(value: float = 1.0) -> Encoder:
-    """Return an encoder whose final norm outputs `value` in every channel, for any image."""
+    """Return an encoder whose final features are constant."""
     model = build_vit(TINY, seed=0)
     torch.nn.init.zeros_(model.get_parameter("norm.weight"))
     torch.nn.init.constant_(model.get_parameter("norm.bias"), value)
@@ -58,7 +58,7 @@ def class_context(
 
 
 def run_probe(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
-    """Run a probe and return its scores by (block, kind of feature, metric)."""
+    """Run a probe and check that it returns all expected scores."""
     # It must announce exactly these scores.
     context = class_context(dataset, **changes)
     scores = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}

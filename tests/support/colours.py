@@ -1,4 +1,4 @@
-"""A dataset of images with two coloured halves, a tiny encoder, and a fast segmentation probe."""
+"""Create images with two coloured halves for tests of segmentation."""
 
 import collections
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass
 class Colours:
-    """A set of images whose left and right halves each have the colour of their class."""
+    """A set of images in which each half has the colour of its class."""
 
     split: str
     count: int
@@ -102,7 +102,7 @@ def probe_context(
 
 
 class Counter:
-    """A counter of how often an encoder receives each image."""
+    """A counter of the images that an encoder processes."""
 
     def __init__(self, encoder):
         self.passes = collections.Counter()

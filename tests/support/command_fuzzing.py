@@ -1,9 +1,8 @@
-"""Run random `ssl-bench` commands without type checks, and print those that behave wrongly.
+"""Run random `ssl-bench` commands and print those that fail unexpectedly.
 
-`python -m tests.support.command_fuzzing SEED COUNT` also prints how many commands ended with each
-exit code. Every second command is valid and must succeed. The others combine flags of the parser
-with correct or strange values. To save time, most commands are stopped at the first call of an
-encoder. One in fifty runs to its end.
+`python -m tests.support.command_fuzzing SEED COUNT` also counts the exit codes. Every second
+command is valid and must succeed. The other commands have random flags with correct or strange
+values. To save time, most commands are stopped at the first call of an encoder.
 """
 
 import argparse
@@ -140,7 +139,7 @@ class Draw:
         return [word if word != "download" else "list" for word in words]
 
     def valid_line(self) -> list[str]:
-        """Return a random command that must succeed or begin to compute."""
+        """Return a random valid command."""
         pick, number = self.rng.choice, str(self.rng.randrange(10**9))
         task, *data = pick(FITTING)
         probing = ["--task", task, "--dataset", *data, "--checkpoint", "runs/tiny", "--limit", "2"]
@@ -167,7 +166,7 @@ class Draw:
         )  # fmt: skip
 
     def flag(self, action: argparse.Action) -> list[str]:
-        """Return random values for an argument of a parser, after its flag if it has one."""
+        """Return a command-line argument with random values."""
         flag = list(action.option_strings[:1])
         if action.nargs == 0:
             return flag
@@ -178,7 +177,7 @@ class Draw:
         return [*flag, *(self.word(self.rng.choice(correct)) for _ in range(many))]
 
     def overrides(self, name: str) -> list[str]:
-        """Return config overrides that make command `name` fast, and up to three random ones."""
+        """Return config overrides that make a command fast, and some random overrides."""
         chosen, small = [f"probe={self.rng.choice(choices('probe'))}"], list[str]()
         root = "probing"
         if name == "pretrain":
@@ -201,7 +200,7 @@ class Draw:
 
 @contextlib.contextmanager
 def stop_before_computing(*, to_end: bool) -> Iterator[None]:
-    """Stop commands inside a `with` block before they compute anything, unless `to_end`."""
+    """Stop commands in a `with` block before they compute anything."""
     call = torch.nn.Module.__call__
 
     def refuse(*_: object, **__: object) -> None:
@@ -218,7 +217,7 @@ def stop_before_computing(*, to_end: bool) -> Iterator[None]:
 
 
 def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
-    """Run a command. Return how it ended, and what it did wrong (empty if nothing)."""
+    """Run a command and return its outcome and a description of wrong behaviour."""
     out, err = io.StringIO(), io.StringIO()
     signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)
     try:
@@ -251,7 +250,7 @@ def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
 
 
 def prepare() -> None:
-    """Create the files that the random commands use, in the current folder."""
+    """Create the files that the random commands use."""
     encoder_file(Path("runs/tiny/last.safetensors"))
     torch.save({"conv1.weight": torch.zeros(4, 3, 7, 7), "fc.bias": torch.zeros(9)}, "conv.pth")
     photo_folder(Path("photos"))

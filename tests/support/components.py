@@ -1,4 +1,4 @@
-"""Build probes and other components from plain Python values, as the command line does."""
+"""Build probes from plain Python values, as the command line does."""
 
 from typing import Any
 
@@ -6,6 +6,6 @@ from ssl_bench.composition.compose import TARGET, instantiate
 
 
 def build_component(kind: type, **values: Any) -> Any:
-    """Build a component of the class `kind`, and check the values as the command line does."""
+    """Build an object of the class `kind` and check its fields as the command line does."""
     address = f"{kind.__module__}.{kind.__qualname__}"
     return instantiate({TARGET: address, **values}, "probe")

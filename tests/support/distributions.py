@@ -1,4 +1,4 @@
-"""Statistical tests of whether random draws have the expected distribution."""
+"""Check whether random draws have the expected distribution."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

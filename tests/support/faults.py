@@ -1,4 +1,4 @@
-"""Create small datasets and commands, and check the errors about broken files or settings."""
+"""Create small datasets and check error messages."""
 
 import ctypes
 import gc
@@ -62,7 +62,7 @@ def encoder_file(path: Path, *, seed: int = 0, config: ViTConfig = TINY) -> Path
 
 
 def picture(seed: int, height: int = 32, width: int = 40) -> Image.Image:
-    """Return an image of noise with a bright square, which annotations mark as the object."""
+    """Return a noise image whose object is a bright square."""
     noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3), dtype=np.uint8)
     noise[8:24, 8:24] += 120
     return Image.fromarray(noise)
@@ -109,7 +109,7 @@ def paired_folders(
     masks: str = "masks",
     content: bytes | None = None,
 ) -> Path:
-    """Create images, and masks that all contain `content`. `names` lists file names by split."""
+    """Create images and masks in separate folders. `names` lists the file names of each split."""
     content = content or encoded("PNG", Image.fromarray(mask()))
     numbers = count()
     for split, ids in names.items():
@@ -122,7 +122,7 @@ def paired_folders(
 
 
 def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> Path:
-    """Create COCO20k images with the ids `numbers`. Return the annotation file with `content`."""
+    """Create COCO20k images and return the path of the annotation file."""
     folder, path = root / "images/train2014", root / "annotations/instances_train2014.json"
     for parent in (folder, path.parent):
         parent.mkdir(parents=True)
@@ -135,7 +135,7 @@ def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> P
 
 
 def data_of_every_role(root: Path) -> dict[str, Path]:
-    """Create datasets for all probes, and return their root folders by dataset name."""
+    """Create datasets for all probes and return their root folders."""
     voc(root / "voc2012")
     return {
         "voc2012": root / "voc2012",
@@ -146,7 +146,7 @@ def data_of_every_role(root: Path) -> dict[str, Path]:
 
 
 def mask(height: int = 32, width: int = 40) -> np.ndarray:
-    """Return the mask of an image created by `picture`. Row 7 is ignored (255)."""
+    """Return the segmentation mask of the image that `picture` creates."""
     indices = np.zeros((height, width), np.uint8)
     indices[8:24, 8:24] = 8
     indices[7] = 255
@@ -166,7 +166,7 @@ LFS_POINTER = (
 
 
 def corrupt_file(path: Path, how: str) -> None:
-    """Truncate a file (`how` is "empty", "half" or "last2") or replace it ("html" or "lfs")."""
+    """Truncate a file or replace its content."""
     content = path.read_bytes()
     lengths = {"empty": 0, "half": len(content) // 2, "last2": -2}
     substitutes = {"html": b"<html><body>404 Not Found</body></html>", "lfs": LFS_POINTER}
@@ -197,7 +197,7 @@ def records(out: str = "results") -> list[Record]:
 
 
 def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
-    """Run a command that must fail with the exit code `code`. Return its error line."""
+    """Run a command that must fail, and return its error message."""
     capsys.readouterr()
     actual = main(list(arguments))
     out, err = capsys.readouterr()
@@ -212,7 +212,7 @@ def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """A test case: a broken file or setting, and the error that a command must report for it."""
+    """A test case with a broken file or setting and the expected error."""
 
     name: str  # what is broken
     prepare: Callable[[Path], object]
@@ -224,7 +224,7 @@ class Fault:
 
 
 def check_fault(fault: Fault, folder: Path, capsys) -> None:
-    """Check that a command reports a fault, changes no file and succeeds with the remedy."""
+    """Check that a command reports an error and recommends a remedy that works."""
     fault.prepare(folder)
     before = file_contents(folder)
 
@@ -243,7 +243,7 @@ def check_fault(fault: Fault, folder: Path, capsys) -> None:
 
 
 def do_nothing(_: Path) -> None:
-    """Prepare no files, because the mistake is in the command."""
+    """Do nothing, because the faulty command needs no files."""
 
 
 def file_contents(folder: Path) -> dict[Path, bytes]:
@@ -251,7 +251,7 @@ def file_contents(folder: Path) -> dict[Path, bytes]:
 
 
 class Mark:
-    """An object that creates the file `path` when it is unpickled, to reveal that code was run."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -267,7 +267,7 @@ def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
 
 @contextmanager
 def limit_file_size(limit: int) -> Iterator[None]:
-    """Let writes that make a file larger than `limit` bytes fail with EFBIG."""
+    """Inside a `with` block, refuse to write files of more than `limit` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     # Python would truncate the bytecode of modules that are imported here, and use it later.
@@ -283,7 +283,7 @@ def limit_file_size(limit: int) -> Iterator[None]:
 
 @contextmanager
 def peak_memory_mib() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the peak increase in memory use since the block began (MiB)."""
+    """Yield a function that returns the peak increase in memory (MiB) within the `with` block."""
     # Return memory that earlier tests have freed, because it would hide an increase.
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -298,7 +298,7 @@ def _status(key: str) -> int:
 
 
 def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
-    """Run a function that returns an exit code in a forked process. Return the process id."""
+    """Run a function in a forked process and return the process id."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -317,12 +317,12 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a process and return its exit code, negative if a signal ended it."""
+    """Wait for a process and return its exit code."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """Return a PNG file with the chunks (type, data), which may be invalid."""
+    """Return a PNG file that consists of the given chunks."""
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
 
 

@@ -1,4 +1,4 @@
-"""Change files but keep their size and modification time, and compare dataset fingerprints."""
+"""Change files to test the fingerprints of datasets."""
 
 import os
 import time
@@ -14,7 +14,7 @@ def settle() -> None:
 
 
 def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
-    """Replace `old` with `new` and keep the file's mtime. By default, change the last 16 bytes."""
+    """Change the content of a file but keep its size and modification time."""
     settle()
     status, content = path.stat(), path.read_bytes()
     if old is None:
@@ -34,7 +34,7 @@ def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
 def assert_fingerprint_depends_on(
     open_images: Callable[[], ImageSet], *changes: Callable[[], object]
 ) -> None:
-    """Check that a dataset's fingerprint is reproducible and that each change alters it."""
+    """Check that each change of a dataset alters its fingerprint."""
     found = [open_images().fingerprint() for _ in range(2)]
     for change in changes:
         change()

@@ -1,4 +1,4 @@
-"""Cache the FLOP counts of training steps, because counting takes most of a short run's time."""
+"""Cache the FLOP counts of training steps to speed up short runs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from pretrain import step as steps
 
 
 def cache_flop_counts() -> None:
-    """Count the FLOPs of a training step once for all learners with the same classes of layers."""
+    """Reuse FLOP counts for models with the same types of layers."""
     # Their sizes may differ, so a run may print the count of another one.
     count, flops = steps.count_training_flops, dict[frozenset[type], float]()
 

@@ -1,4 +1,4 @@
-"""Create random timm models, save their weights in other projects' formats, and compare them."""
+"""Save random timm models in the weight formats of other projects."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def timm_model(
 
 
 def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
-    """Load an encoder, check that its features equal those of a timm model, and return it."""
+    """Load an encoder and check that its features equal those of a timm model."""
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))
     assert encoder.mean == expected.mean
@@ -78,7 +78,7 @@ def normalise(encoder: Encoder, images: Tensor) -> Tensor:
 
 
 def rename_weights(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
-    """Return the weights under new names. `names` maps regular expressions to replacements."""
+    """Rename weights with the regular expressions in `names`."""
     result: Weights = {}
     for name, value in weights.items():
         for pattern, replacement in names.items():
@@ -95,7 +95,7 @@ def save_checkpoint(path: Path, content: Mapping[str, Any]) -> Path:
 def save_hf_folder(
     folder: Path, weights: Weights, config: Mapping[str, Any], colours: Mapping[str, Any] = {}
 ) -> str:
-    """Save a Hugging Face folder, with `colours` as its preprocessor config. Return its address."""
+    """Save weights and configuration in a Hugging Face folder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(weights, folder / "model.safetensors")

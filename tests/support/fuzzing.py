@@ -1,7 +1,7 @@
-"""Feed randomly damaged files to the file readers of this suite, without type checks.
+"""Test the file readers of this suite with randomly damaged files.
 
 `python -m tests.support.fuzzing KIND COUNT` prints how many files were read and how many were
-refused. It also prints up to six files for which a reader raised an unexpected exception.
+refused. The command also prints up to six files that cause unexpected exceptions.
 """
 
 import io
@@ -55,7 +55,7 @@ INTERESTING = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: valid contents (`seeds`), a file name and the function that reads a file."""
+    """A file format to test, with its reader and valid example files."""
 
     seeds: list[bytes]
     name: str
@@ -63,7 +63,7 @@ class Kind:
 
 
 def mutate(content: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    """Apply one to eight random changes, such as flipping a bit or inserting part of `others`."""
+    """Apply random changes, such as flipping a bit."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
         at = rng.randrange(len(data) + 1)
@@ -266,11 +266,11 @@ KINDS: dict[str, Callable[[], Kind]] = {
 
 
 class TooSlow(BaseException):
-    """An exception that is raised when a reader exceeds its time limit."""
+    """An exception that is raised when a function exceeds its time limit."""
 
 
 def confine(mebibytes: int) -> None:
-    """Limit the memory that this process may still allocate, and raise `TooSlow` on SIGPROF."""
+    """Limit the memory of this process, and raise `TooSlow` on SIGPROF."""
 
     def ring(*_: object) -> None:
         raise TooSlow
@@ -284,7 +284,7 @@ def confine(mebibytes: int) -> None:
 
 
 def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
-    """Read `count` damaged files of the kind `name`. Return counts of outcomes, and reports."""
+    """Read randomly damaged files and report unexpected exceptions."""
     kind, rng = KINDS[name](), random.Random(name)
     ends: Counter[str] = Counter()
     reports: list[str] = []

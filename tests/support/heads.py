@@ -1,7 +1,6 @@
 """Build linear probes from plain Python values.
 
-A probe contains components, such as its loss and its training method. Each value is passed to the
-component that has a field of this name.
+Each value is passed to the part of the probe that has a field with the same name.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ def segmentation(
     inference: str = "squash",
     **changes: Any,
 ) -> Segmentation:
-    """Return a segmentation probe with the fields `changes`. Unknown `defaults` are ignored."""
+    """Return a segmentation probe. Unknown names in `defaults` are ignored."""
     names = {"loss": loss, "training": training, "inference": inference}
     return _build(Segmentation, names, defaults or {}, changes)
 
@@ -31,7 +30,7 @@ def segmentation(
 def classification(
     defaults: Mapping[str, Any] | None = None, *, training: str = "lbfgs", **changes: Any
 ) -> LinearClassification:
-    """Return a classification probe with the fields `changes`. Unknown `defaults` are ignored."""
+    """Return a classification probe. Unknown names in `defaults` are ignored."""
     return _build(LinearClassification, {"training": training}, defaults or {}, changes)
 
 

@@ -1,4 +1,4 @@
-"""Create scores whose texts try to inject code into output formats, and check the outputs."""
+"""Check that outputs escape texts that try to inject code."""
 
 import csv
 import io
@@ -40,7 +40,7 @@ def hostile(**changes) -> Record:
 
 
 def hostile_store(root: Path) -> ResultStore:
-    """Save scores whose texts contain hostile code, and return their store."""
+    """Save scores with texts that contain malicious code."""
     store = ResultStore(root)
     for layer in (0, 1):
         for sha in (SKIP, SKIPLESS):
@@ -59,7 +59,7 @@ def check_terminal(text: str) -> None:
 
 
 def check_latex(text: str) -> None:
-    """Check that a LaTeX table has only expected commands, and equally many cells in each row."""
+    """Check that a LaTeX table contains only expected commands."""
     assert all(line.isprintable() for line in text.split("\n"))
     body = [line for line in text.split("\n") if not line.startswith("%")]
     commands = re.findall(r"\\([A-Za-z]+|.)", "\n".join(body))
@@ -95,7 +95,7 @@ def check_markdown(text: str) -> None:
 
 
 def check_csv(text: str) -> None:
-    """Check that no CSV cell is a spreadsheet formula, even if cells are split at semicolons."""
+    """Check that a CSV file contains no spreadsheet formula."""
     rows = list(csv.reader(io.StringIO(text)))
     assert len({len(row) for row in rows}) == 1
     for field in (piece for row in rows for whole in row for piece in whole.split(";")):
@@ -124,7 +124,7 @@ CHECKS = {
 
 
 def check_page(text: str) -> None:
-    """Check that an HTML page has no event handlers, external addresses or invisible characters."""
+    """Check that an HTML page cannot run code or load external files."""
     page = Elements(text)
     assert all(line.isprintable() for line in text.replace("?", "").split("\n"))
     for tag, attributes in page.elements:

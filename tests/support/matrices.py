@@ -1,4 +1,4 @@
-"""Create small random matrices, and compute a matrix's condition number and effective rank."""
+"""Create random matrices and compute their condition numbers."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Create small pretraining runs, one for each registered objective."""
+"""Create a small pretraining run for each training objective."""
 
 from functools import cache
 
@@ -22,7 +22,7 @@ SMALL_MODEL = {
 
 
 def reduced_options(*choices: str) -> list[str]:
-    """Return `choices`, such as "model=vit_tiny_skip", and overrides that make a run small."""
+    """Add config overrides that make a pretraining run small."""
     keys = list_keys(compose_config("pretraining", choices))
     values = {f"objective.{key}": value for key, value in REDUCED.items()}
     values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
@@ -31,7 +31,7 @@ def reduced_options(*choices: str) -> list[str]:
 
 @cache
 def small_run(objective: str) -> tuple[Pretraining, tuple[str, ...]]:
-    """Return a small run of a training objective, and its config overrides."""
+    """Return a small pretraining run and its config overrides."""
     # It uses the first model that the objective can train, trying Vision Transformers first.
     for model in sorted(config_names("model"), key=lambda name: (not name.startswith("vit"), name)):
         options = reduced_options(f"objective={objective}", f"model={model}")

@@ -1,4 +1,4 @@
-"""An encoder as a user may write it: names differ from ours, and blocks return tuples."""
+"""An encoder as a user of the suite may write it."""
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ class Layer(nn.Module):
 
 
 class Own(nn.Module):
-    """An encoder that accepts only 32 x 32 images, because its position embeddings are fixed."""
+    """An encoder that accepts only images of 32 x 32 pixels."""
 
     def __init__(self, dim: int = 16, depth: int = 3) -> None:
         super().__init__()

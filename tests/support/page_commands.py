@@ -27,7 +27,7 @@ class PageCommand:
 
     @property
     def is_name(self) -> bool:
-        """Return whether running text shows the command without arguments after its subcommand."""
+        """Return whether a text only mentions the command, without arguments."""
         least = 3 if self.words[1] in ("-m", "data") else 2
         return not self.in_block and len(self.words) <= least
 
@@ -42,7 +42,7 @@ class PageCommand:
 
 
 def page_commands(page: Path) -> list[PageCommand]:
-    """Return the commands that a page shows, first those in code blocks."""
+    """Return the shell commands that a page shows."""
     text, name = page.read_text(), page.relative_to(ROOT).as_posix()
     blocks = [code for language, code in _FENCE.findall(text) if language in _SHELLS]
     lines = [line for code in blocks for line in code.replace("\\\n", " ").splitlines()]

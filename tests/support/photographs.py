@@ -1,4 +1,4 @@
-"""Create small noise images, and run a probe on a dataset."""
+"""Create small noise images and run probes on them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

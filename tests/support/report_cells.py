@@ -29,7 +29,7 @@ def build_record(**changes) -> Record:
 
 
 def add_interval(changes: dict) -> dict:
-    """Return `changes` with a 95 % interval added if they have a value but no interval."""
+    """Add a 95 % confidence interval if `changes` has only a value."""
     value = changes.get("value")
     if value is None or "ci95" in changes:
         return changes
@@ -58,7 +58,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """Save `record` with the value computed from `per_image`, and the per-image values."""
+    """Save a result whose value is computed from per-image values."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = add_interval({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
@@ -99,7 +99,7 @@ def plain(**changes) -> Record:
 
 
 def counts(*images):
-    """Convert the pixel counts (correct, predicted, true) of each image and class to an array."""
+    # The last axis contains the numbers of correct, predicted and true pixels.
     return np.array(images, np.int32)
 
 
@@ -113,7 +113,7 @@ WRONG = [[0, 0], [4, 0], [0, 4]]
 
 
 def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
-    """Compare the two checkpoints in these records, as a report does."""
+    """Compare two checkpoints as a report does."""
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))
     first, second = (load_per_image_scores(store, panel, checkpoint) for checkpoint in (one, other))

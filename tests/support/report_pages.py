@@ -1,4 +1,4 @@
-"""Create a report on two checkpoints for the browser tests, and open its pages in a browser."""
+"""Open the pages of an HTML report in a browser."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ SHEET_WIDTH = 900
 
 
 def browsed_report(root: Path) -> Path:
-    """Write a report on two checkpoints with three blocks each."""
+    """Write a report that compares two checkpoints."""
     store, random = ResultStore(root), np.random.default_rng(0)
     for layer, num_hits in enumerate((9, 0, 10)):
         for record, hits in (

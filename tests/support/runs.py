@@ -28,13 +28,13 @@ TIMED = ("images_per_second", "data_wait", "mfu")
 
 
 def log_rows(run: str | Path, *, timed: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of a run's log, by default without measured times."""
+    """Return the log of a training run, by default without measured times."""
     rows = [json.loads(line) for line in Path(run, LOG).read_text().splitlines()]
     return [{k: v for k, v in row.items() if timed or k not in TIMED} for row in rows]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Check that two runs have identical states, logs and encoders, except for times."""
+    """Check that two training runs have identical states, logs and encoders."""
     states = [flat(load_state(out, CPU)[0]) for out in (one, other)]
     assert states[0].keys() == states[1].keys()
     for key, value in states[0].items():
@@ -49,7 +49,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def interrupt_at_micro_batch(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
-    """Make a run send itself the signal `sent` before micro-batch `number`, counted from 1."""
+    """Interrupt a training run with a signal before the given micro-batch."""
     augment_on_device, calls = crops.augment_on_device, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
@@ -71,7 +71,7 @@ def assert_resumes_exactly(
     error: type[BaseException] = Preempted,
     workers: int | None = None,
 ) -> Path:
-    """Check that a stopped and resumed run gives exactly the results of an uninterrupted run."""
+    """Check that a stopped and resumed run equals an uninterrupted run."""
     path = plan.run(folder / "whole", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at_micro_batch(patch, type(plan.objective.crops), parts, sent)
@@ -95,7 +95,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pretrain_two(root: Path) -> Path:
-    """Run DINO and supervised pretraining, and return the folder that contains both run folders."""
+    """Run DINO and supervised pretraining and return the folder of both runs."""
     # An epoch of DINO has 3 steps, an epoch of supervised pretraining 2.
     images, runs = class_folders(root / "images"), root / "runs"
     neighbours = ["monitor.knn_epochs=1", "monitor.neighbours=2", f"monitor.root={images}"]

@@ -18,7 +18,7 @@ def write_tar(path: Path, members: Mapping[str, bytes] | Iterable[tuple[str, byt
 
 
 def tars_of(images: Path, folder: Path, *, per_tar: int = 4, labels: bool = True) -> Path:
-    """Pack class folders into tar files of `per_tar` images, with class indices if `labels`."""
+    """Pack the images of class folders into tar files."""
     paths = sorted(path for path in images.rglob("*") if path.is_file())
     names = [path.relative_to(images).as_posix() for path in paths]
     classes = sorted({name.split("/")[0] for name in names})

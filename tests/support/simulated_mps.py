@@ -1,10 +1,8 @@
-"""A simulated MPS device: tensors stay on the host, but float64 is refused as on a Mac.
+"""A simulated MPS device that refuses float64 tensors, as a real MPS device does.
 
-The modes of `tests.support.simulated_cuda` record the simulated device of each tensor and refuse
-operators that mix devices. In addition, no operator or copy may create a float64 tensor on the
-device.
-
-Not simulated: operators without a Metal kernel, rounding, autocast, speed and memory.
+The classes of `tests.support.simulated_cuda` record the simulated device of each tensor. The
+simulation does not detect operators without a Metal kernel. Rounding, autocast, speed and memory
+are not simulated.
 """
 
 import threading
@@ -25,7 +23,7 @@ from tests.support.simulated_cuda.simulation import (
 
 @contextmanager
 def simulation() -> Iterator[None]:
-    """Inside a `with` block, simulate an MPS device in this thread and in new threads."""
+    """Simulate an MPS device inside a `with` block."""
     group = "_group_tensors_by_device_and_dtype"
     patches = [
         (torch.backends.mps, "is_available", lambda: True),

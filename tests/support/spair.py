@@ -1,4 +1,4 @@
-"""A small dataset in the layout of SPair-71k. Each target image is its source image resized."""
+"""Create a small dataset in the layout of SPair-71k."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SOURCE_SIZE, TARGET_SIZE = (48, 32), (40, 60)
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """A pair of images to write, with keypoints (x, y) in pixels of the source image."""
+    """A pair of images with keypoints (x, y) in pixels of the source image."""
 
     number: int
     source: str
@@ -59,7 +59,7 @@ PAIRS = (
 
 
 def spair(root: Path, pairs: tuple[WrittenPair, ...] = PAIRS) -> Path:
-    """Write images, annotations and pairs of the split `test`. Return the dataset's folder."""
+    """Write a small test split in the layout of SPair-71k, and return its folder."""
     base = root / "SPair-71k"
     (base / "PairAnnotation/test").mkdir(parents=True)
     (base / "Layout/large").mkdir(parents=True)
@@ -80,6 +80,6 @@ def write_annotation(base: Path, pair: WrittenPair, **changed: Any) -> Path:
 
 
 def _scene(category: str) -> Image.Image:
-    """Return the image from which all images of a category are made by resizing."""
+    """Return the image that is resized to make all images of a category."""
     noise = np.random.default_rng(len(category)).integers(0, 255, (6, 6, 3), dtype=np.uint8)
     return Image.fromarray(noise)

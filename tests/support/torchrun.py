@@ -1,4 +1,4 @@
-"""Set the environment variables with which torchrun starts one of several processes."""
+"""Set the environment variables that torchrun sets."""
 
 import pytest
 

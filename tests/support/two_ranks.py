@@ -1,10 +1,9 @@
-"""Run pretraining in two processes, and let one of them fail in some way ("fault").
+"""Run pretraining in two processes, one of which fails.
 
-Print how both processes end, as JSON.
+    python -m tests.support.two_ranks PHOTOS OUT FAULT:RANK...
 
-`python -m tests.support.two_ranks PHOTOS OUT FAULT:RANK...` imports once and forks two processes
-for each fault. Faults that sleep start first. The others follow, three at a time. The program runs
-in its own process, because a process that has computed gradients must not be forked.
+The program prints the exit codes and messages of both processes as JSON. The program needs a new
+process, because forking is unsafe after a backward pass.
 """
 
 import contextlib
@@ -49,12 +48,12 @@ OPTIONS = (
 
 
 def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Return a function that, when called, replaces a method with the result of `make(method)`."""
+    """Return a function that replaces a method with `make(method)`."""
     return lambda: setattr(owner, name, make(getattr(owner, name)))
 
 
 def inject_at_step(fault: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that makes runs call `fault` when step `FAULT_STEP` reads its images."""
+    """Return a function that injects a fault into one training step."""
     # The run uses the result of `fault`, if any, instead of the images.
 
     def make(usual: Any) -> Any:
@@ -93,7 +92,7 @@ def full_log(usual: Any) -> Any:
 
 
 def inject_before_save(fault: Callable[[int], None]) -> Callable[[], None]:
-    """Return a function that makes runs call `fault(step)` before they write a training state."""
+    """Return a function that injects a fault before a checkpoint is written."""
 
     def make(usual: Any) -> Any:
         def write(values: Any, file: Any) -> None:
@@ -127,7 +126,7 @@ def broken_monitor(usual: Any) -> Any:
 
 
 def lost_image(usual: Any) -> Any:
-    """Return a version of the method `__getitem__` that fails for one of the images."""
+    """Return a dataset method that cannot read one of the images."""
 
     def getitem(self: FileImageSet, index: int) -> Any:
         if self.ids[index] == "3.jpg":
@@ -176,7 +175,7 @@ EXTRA_OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
-    """Run one process of a distributed training run to its end. Write its stderr to a file."""
+    """Run one process of a distributed training run."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # Under nohup, this process inherits an ignored SIGHUP, and the command would keep ignoring it.
@@ -201,7 +200,7 @@ def run_arguments(photos: Path, out: Path) -> list[str]:
 
 
 def start(fault: str, photos: Path, out: Path) -> list[int]:
-    """Fork the two processes of a run with a fault. Return their process ids."""
+    """Start the two processes of a training run and return their process ids."""
     if fault.startswith("taken"):
         out.mkdir()
         (out / "config.yaml").write_text("{}")
@@ -217,14 +216,14 @@ def start(fault: str, photos: Path, out: Path) -> list[int]:
 
 
 def wait_for(pids: list[int], out: Path) -> dict[str, Any]:
-    """Wait for the two processes of a run. Return their exit codes and stderr."""
+    """Wait for two processes and return their exit codes and stderr."""
     end = time.monotonic() + SECONDS
     codes = [exit_code(pid, end) for pid in pids]
     return {"codes": codes, "stderr": [Path(f"{out}.{n}").read_text() for n in range(2)]}
 
 
 def exit_code(pid: int, end: float) -> int | None:
-    """Wait for a process and return its exit code. At the time `end`, kill it and return None."""
+    """Wait for a process and return its exit code. Kill the process at the time `end`."""
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -236,7 +235,7 @@ def exit_code(pid: int, end: float) -> int | None:
 
 
 def prepare() -> None:
-    """Set up what all processes share, such as loaded configs, before the first is forked."""
+    """Load everything that the forked processes share."""
     torch.set_num_threads(1)
     compose_config("pretraining", [])
     # Counting FLOPs would take as long as the run, and no fault depends on the count.

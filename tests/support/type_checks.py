@@ -1,4 +1,4 @@
-"""Check the types of arguments and results, only in the first calls of a function in a test."""
+"""Check the types of arguments and results in the first calls of each function."""
 
 import functools
 import types
@@ -25,7 +25,7 @@ def _can_check() -> bool:
 
 
 def check_first_calls(function: Any = None, **options: Any) -> Any:
-    """Decorate like `jaxtyping.jaxtyped`, but check only a function's first calls in each test."""
+    """Check types as `jaxtyping.jaxtyped` does, but only in the first calls of a function."""
     # The checks are prepared at the first call: preparing all would take 5 s in each process. Those
     # of nested functions would be prepared again at each call of the outer function.
     if function is None:

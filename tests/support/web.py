@@ -1,4 +1,4 @@
-"""A local web server that supports range requests and can misbehave."""
+"""A local web server that can imitate failures."""
 
 import hashlib
 import re
@@ -11,7 +11,7 @@ from ssl_bench.network import PublishedFile
 
 
 class WebServer(ThreadingHTTPServer):
-    """A local web server that serves one file at every address, and can be made to misbehave."""
+    """A local web server that returns the same file for every address."""
 
     daemon_threads = True
 

@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def stdout_without_torch(folder: Path, commands: Sequence[Sequence[str]]) -> str:
-    """Run `ssl-bench` commands, check that they do not import torch and return stdout."""
+    """Run `ssl-bench` commands and check that torch is not imported."""
     code = (
         "import sys; from ssl_bench.cli.__main__ import main\n"
         f"assert not any([main(command) for command in {[list(one) for one in commands]}])\n"

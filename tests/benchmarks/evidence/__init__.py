@@ -1,4 +1,1 @@
-"""Check claims made in papers against our own training runs on two CPU cores.
-
-The modules judge the claims and generate the pages that report them.
-"""
+"""Test claims of papers with our own training runs."""

@@ -1,6 +1,6 @@
-"""The claims that our experiments test, and the outcomes that would refute them.
+"""List the claims of papers that our experiments test.
 
-The claims were fixed before any run. Later commits changed only their wording.
+The claims were written before any run. Since then, only the wording of the claims has changed.
 """
 
 from tests.benchmarks.evidence.rows import OPTIMIZERS, READINGS

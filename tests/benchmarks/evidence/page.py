@@ -1,8 +1,7 @@
-"""Generate pages and figures about our experiments from the stored results of the training runs.
+"""Generate pages and figures about our experiments.
 
-results/tables/evidence.md has a line for each claim. results/tables/evidence_runs.md describes the
-runs. results/figures/evidence_NAME.svg shows the training curves of the experiment NAME, if it was
-measured after every epoch.
+results/tables/evidence.md has one line per claim. results/tables/evidence_runs.md describes the
+runs. results/figures/evidence_NAME.svg shows the training curves of the experiment NAME.
 """
 
 from pathlib import Path
@@ -124,7 +123,7 @@ a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 imag
 
 
 def _rates(runs: Runs) -> str:
-    """Return Markdown table rows with the score of each training variant at each learning rate."""
+    """Return Markdown table rows that list the score at each learning rate."""
     lines = []
     for name, experiment in EXPERIMENTS.items():
         for variant in (
@@ -154,7 +153,7 @@ shows a variant that was trained for that many epochs of all images. The others 
 
 
 def _patch_table(experiment: str, runs: Runs) -> str:
-    """Return a Markdown table of how similar the patches of an image are in each block."""
+    """Return a Markdown table with the similarity of patch tokens in each block."""
     lines, blocks = [], range(0)
     for variant, options in EXPERIMENTS[experiment].model_options.items():
         first = first_run(experiment, variant, runs)
@@ -183,7 +182,7 @@ def figures(runs: Runs) -> list[str]:
 
 
 def curves(experiment: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return training curves as {metric: {(variant, seed): [value after each epoch]}}."""
+    """Return the training curves of an experiment, by metric, variant and seed."""
     reported = {
         (variant, seed): runs.get(seed_run(experiment, variant, seed), {})
         for variant in EXPERIMENTS[experiment].variants
@@ -197,7 +196,7 @@ def curves(experiment: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[
 
 
 def draw(experiment: str, runs: Runs, file: Path) -> None:
-    """Draw the training curves of an experiment: a chart per metric, and a line per run."""
+    """Draw the training curves of an experiment, with one chart per metric."""
     import matplotlib as mpl
 
     mpl.use("Agg")

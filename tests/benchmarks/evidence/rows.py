@@ -1,6 +1,6 @@
-"""Experiments that compare variants of a training run, and the names of their runs.
+"""Define experiments that compare variants of a training run.
 
-The options of a run are in the repository at the commit that is stored with its results.
+Each result names the Git commit that contains the options of the run.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Experiment:
-    """Several variants of a training run that are compared to answer one question."""
+    """An experiment that compares variants of a training run."""
 
     variants: Sequence[str]
     # The metric that chooses a learning rate, or "" if the learning rate is the paper's.
@@ -83,7 +83,7 @@ def rate_run(experiment: str, variant: str, rate: float) -> str:
 
 
 def rate_runs(experiment: str, variant: str) -> list[str]:
-    """Return the names of the runs that try learning rates, or [] if the paper states the rate."""
+    """Return the names of the runs with different learning rates."""
     options = EXPERIMENTS[experiment]
     rates = options.rates if options.chosen_by else ()
     return [rate_run(experiment, variant, rate) for rate in rates]
@@ -114,7 +114,7 @@ def names_of(experiment: str, variants: Collection[str]) -> list[str]:
 
 
 def reported_of(experiment: str, variants: Collection[str]) -> list[str]:
-    """Return the names of the runs whose scores are reported, one for each variant and seed."""
+    """Return the names of the runs whose scores are reported."""
     trained = EXPERIMENTS[experiment].whole
     named = [variant for variant in variants if trained is None or variant in trained]
     return [

@@ -1,6 +1,6 @@
-"""Rules that judge claims by the results of finished training runs.
+"""Define rules that decide whether training results support a claim.
 
-The rules were fixed before any run. Later commits changed only their wording.
+The rules were written before any run. Since then, only the wording of the rules has changed.
 """
 
 import base64
@@ -31,7 +31,7 @@ Runs = Mapping[str, Run]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A mean score or a difference of scores, with 95 % intervals over seeds and over images."""
+    """A mean score or difference of scores with 95 % confidence intervals."""
 
     text: str
     value: float  # A percentage, unless `text` names another quantity.
@@ -44,7 +44,7 @@ Judgement = tuple[list[Measurement], Outcome]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a claim, and the numbers on which it is based."""
+    """The result of testing a claim."""
 
     outcome: Outcome
     measurements: Sequence[Measurement]
@@ -73,7 +73,7 @@ class Contrast:
         return Measurement(self.text, fmean(values), compute_seed_interval(values), over_images)
 
     def _over_images(self, experiment: str, runs: Runs) -> Interval | None:
-        """Return a 95 % bootstrap interval over images, or None if it cannot be computed."""
+        """Return the 95 % bootstrap confidence interval over images, if it can be computed."""
         total, seeds = 0.0, EXPERIMENTS[experiment].seeds
         for variant, weight in self.weights.items():
             for seed in seeds:
@@ -95,7 +95,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class PositiveDifferences:
-    """A rule that supports a claim if the intervals of all differences of scores are above 0."""
+    """A rule that supports a claim if all confidence intervals of differences are above 0."""
 
     contrasts: Sequence[Contrast]
     over: Literal["seeds", "images"] = "seeds"
@@ -110,7 +110,7 @@ class PositiveDifferences:
 
 @dataclass(frozen=True)
 class LowestScore:
-    """A rule for claims that a certain training variant has the lowest score in each group."""
+    """A rule for claims that one training variant has the lowest score."""
 
     # For each group: the other variants, the one whose interval `last` must be below, and `last`.
     groups: Sequence[tuple[Sequence[str], str, str]]
@@ -139,7 +139,7 @@ class LowestScore:
 
 @dataclass(frozen=True)
 class SameBest:
-    """A rule for claims that the same option is best in every group, such as for each optimizer."""
+    """A rule for claims that one option is the best in every group of runs."""
 
     # For each group, such as an optimizer: the training variant with each option.
     groups: Sequence[Mapping[str, str]]
@@ -159,7 +159,7 @@ class SameBest:
 
 @dataclass(frozen=True)
 class AboveRandom:
-    """A rule for claims that training improves the k-NN accuracy of all blocks from `first` on."""
+    """A rule for claims that training improves the k-NN accuracy of the later blocks."""
 
     first: int
 
@@ -182,7 +182,7 @@ class AboveRandom:
 
 @dataclass(frozen=True)
 class MaxFileSize:
-    """A rule for claims that the file of every demo encoder has fewer than `limit` bytes."""
+    """A rule for claims that every demo encoder is smaller than `limit` bytes."""
 
     limit: int
 
@@ -195,7 +195,7 @@ class MaxFileSize:
 
 @dataclass(frozen=True)
 class DistinctPatches:
-    """A rule for claims that patches of an image do not become equal in at least one variant."""
+    """A rule for claims that the patch tokens of an image stay different."""
 
     plain: str  # The variant whose last loss must not be exceeded.
     merged: float  # Limit for the percentage of patches that nearly equal the mean patch.
@@ -218,7 +218,7 @@ Rule = PositiveDifferences | LowestScore | SameBest | AboveRandom | MaxFileSize 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim about training that one experiment tests, and the corresponding values in papers."""
+    """A claim about training that is tested by one experiment."""
 
     name: str
     experiment: str
@@ -232,7 +232,7 @@ class Claim:
     also_shown: Sequence[str] = ()  # Variants on the page that the claim does not compare.
 
     def published_text(self) -> str:
-        """Return the published values and the names of their tables, or the paper's statement."""
+        """Return what papers state about the claim, as text."""
         tables = {name: load_published_table(name) for name, _, _ in self.published}
         values = (f"{tables[name].values[row, column]:g}" for name, row, column in self.published)
         sources = dict.fromkeys(
@@ -243,7 +243,7 @@ class Claim:
         )
 
     def variants(self) -> list[str]:
-        """Return the training variants that the page shows for this claim."""
+        """Return the training variants that are shown together with a claim."""
         variants = list(EXPERIMENTS[self.experiment].variants)
         if not isinstance(self.rule, PositiveDifferences):
             return variants
@@ -260,7 +260,7 @@ def minus(one: str, other: str, metric: str = "top1") -> Contrast:
 
 
 def verdict(claim: Claim, runs: Runs) -> Verdict:
-    """Compute the verdict on a claim from the finished runs of its experiment."""
+    """Decide whether finished training runs support a claim."""
     experiment, variants, rule = claim.experiment, claim.variants(), claim.rule
     measurements, outcome = rule.judge(experiment, runs)
     if isinstance(rule, MaxFileSize):
@@ -293,7 +293,7 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
 
 
 def seeds_of(experiment: str, variant: str, runs: Runs, metric: str) -> list[float]:
-    """Return the last value of `metric` in each run of a training variant that measured it."""
+    """Return the last value of `metric` in each run of a training variant."""
     reported = [runs[seed_run(experiment, variant, seed)] for seed in EXPERIMENTS[experiment].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
@@ -313,20 +313,20 @@ def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) ->
 
 
 def best_of_rates(experiment: str, variant: str, runs: Runs) -> float:
-    """Return the highest score of a training variant over all learning rates that were tried."""
+    """Return the highest score of a training variant over all learning rates."""
     return max(
         runs[name][EXPERIMENTS[experiment].chosen_by][-1] for name in rate_runs(experiment, variant)
     )
 
 
 def first_run(experiment: str, variant: str, runs: Runs) -> Run:
-    """Return the run of a training variant for which only one learning rate was tried."""
+    """Return the only run of a training variant."""
     (name,) = rate_runs(experiment, variant)
     return runs[name]
 
 
 def find_trainable_runs(experiment: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Return the runs whose last loss is at most that of `plain`, by ascending patch similarity."""
+    """Return the runs whose last loss does not exceed that of the variant `plain`."""
     first = {
         variant: first_run(experiment, variant, runs)
         for variant in EXPERIMENTS[experiment].variants

@@ -1,16 +1,15 @@
-"""A simulated CUDA device: tensors stay on the host, but device errors are raised as on a real GPU.
+"""A simulated CUDA device that raises the same errors as a real GPU.
 
-`python -m pytest -p tests.support.simulated_cuda.plugin -m gpu` runs tests on it.
+`python -m pytest -p tests.support.simulated_cuda.plugin -m gpu` runs the GPU tests on this device.
 
-Every tensor is a CPU tensor whose storage records the simulated device. The mode `TorchFunctions`
-makes `device`, `to`, `numpy` and the functions that create tensors behave as on a real device. The
-mode `Operators` sees each operator of the forward and backward pass. It refuses operators that mix
-devices or lack a CUDA kernel, and counts waits and copies by file and line. The module `simulation`
-replaces functions of `torch.cuda`.
+All tensors stay in CPU memory and only record their simulated device. The class `TorchFunctions`
+intercepts functions such as `Tensor.to`, so that they behave as on a GPU. The class `Operators`
+checks every operator of the forward and backward pass. An operator that mixes devices or lacks a
+CUDA kernel raises an error. The module `simulation` replaces functions of `torch.cuda`.
 
-Not simulated: rounding (TF32, atomic additions), autocast, speed, memory, races, errors of cuBLAS,
-cuSOLVER and NCCL, compiled code (nothing is compiled), and several devices or processes (a tensor
-has no device index).
+The simulation does not reproduce rounding, autocast, speed, memory limits or race conditions.
+Errors of cuBLAS, cuSOLVER and NCCL are not simulated. Code is never compiled. Only a single device
+in a single process is simulated.
 """
 
 from tests.support.simulated_cuda.device import LEDGER

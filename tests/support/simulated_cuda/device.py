@@ -1,8 +1,8 @@
-"""Record the simulated device of each tensor, check every operator, and count costly events.
+"""Check each torch operator on a simulated device.
 
-A `Ledger` counts waits and copies by line of code, and kernel launches by operator. `Operators`
-checks each operator, forward and backward, and records the device of its results. `TorchFunctions`
-intercepts the torch functions that report, change or receive a device.
+A `Ledger` counts kernel launches, copies and waits for the device. `Operators` checks each operator
+of the forward and backward pass. `TorchFunctions` intercepts the torch functions that report,
+change or receive a device.
 """
 
 import sys
@@ -34,7 +34,7 @@ class SimulatedDeviceError(RuntimeError):
 
 
 class Place(Enum):
-    """The simulated memory that contains a tensor."""
+    """The simulated memory in which a tensor is stored."""
 
     HOST = auto()
     PINNED = auto()
@@ -51,7 +51,7 @@ def _place_of_storage(storage: Any) -> Place:
 
 
 def record_place(tensor: Tensor, place: Place) -> Tensor:
-    """Record that a tensor, with all that share its storage, is in the memory `place`."""
+    """Record the simulated memory in which a tensor is stored."""
     storage = storage_of(tensor)
     if storage is not None:
         # The Python object of a storage, including its attributes, lives as long as the storage.
@@ -60,7 +60,7 @@ def record_place(tensor: Tensor, place: Place) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Return the storage of a tensor, or None if it has no dense storage in this process."""
+    """Return the storage of a dense CPU tensor, or None for other tensors."""
     if _true_device(tensor).type != "cpu" or tensor.layout is not torch.strided:
         return None
     with torch._C.DisableTorchFunction():
@@ -75,12 +75,12 @@ def is_on_device(tensor: Tensor) -> bool:
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Return whether a tensor has values, unlike tensors on the "meta" device."""
+    """Return whether a tensor has values, in contrast to a "meta" tensor."""
     return _true_device(tensor).type == "cpu"
 
 
 def names_device(device: Any) -> bool:
-    """Return whether `device`, as passed to a torch function, names the simulated GPU."""
+    """Return whether a `device` argument means the simulated GPU."""
     if device is None:
         return False
     return isinstance(device, int) or torch.device(device).type == KIND[0]
@@ -91,7 +91,7 @@ def place_for(device: Any) -> Place:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return all tensors in an operator's arguments or results, including nested ones."""
+    """Return all tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -110,7 +110,7 @@ _PACKAGES = tuple(f"{_ROOT}/{name}/" for name in ("ssl_bench", "pretrain", "prob
 
 @dataclass
 class Ledger:
-    """Counts of costly events on the simulated device since the start of the process."""
+    """Counts of kernel launches, copies and waits on the simulated device."""
 
     # Operators by name. A real device may launch several kernels for one, and torch.compile may
     # fuse operators.
@@ -126,12 +126,12 @@ class Ledger:
     pending_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def count_wait(self, what: str, times: int = 1) -> None:
-        """Count waits of the host for the device, and complete all pending copies."""
+        """Count a wait of the CPU for the device, and complete all pending copies."""
         self.waits[f"{call_site()} {what}"] += times
         self.complete_copies()
 
     def copy_later(self, target: Tensor, source: Tensor) -> None:
-        """Start to copy to pinned memory. Until the next wait, `target` has wrong values."""
+        """Start an asynchronous copy. `target` has wrong values until the next wait."""
         self.pending_copies.append((target, source.detach().clone()))
         target.copy_(_corrupt(source))
 
@@ -141,13 +141,13 @@ class Ledger:
         self.pending_copies.clear()
 
     def count_upload(self, what: str, *, pinned: bool, waits: bool) -> None:
-        """Count a copy to the device, in `pinned_uploads` if it is pinned and does not wait."""
+        """Count a copy to the device."""
         uploads = self.pinned_uploads if pinned and not waits else self.uploads
         uploads[f"{call_site()} {what}"] += 1
 
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
-        """Yield a ledger that gets the counts of this `with` block at its end."""
+        """Count only the events within the `with` block."""
         names, counts = ("launches", "waits", "uploads", "pinned_uploads"), Ledger()
         before = {name: getattr(self, name).copy() for name in names}
         yield counts
@@ -156,14 +156,14 @@ class Ledger:
 
 
 def _corrupt(values: Tensor) -> Tensor:
-    """Return wrong values, which stand for memory that is not yet written."""
+    """Change all values, to imitate memory that is not yet written."""
     if values.dtype == torch.bool:
         return ~values
     return values + 1 if not values.is_floating_point() else torch.full_like(values, torch.nan)
 
 
 def call_site() -> str:
-    """Return the file and line of this project's code that is being executed, as "FILE:LINE"."""
+    """Return the current line of this project's code as "FILE:LINE"."""
     frame, fallback = sys._getframe(1), "?"
     while frame is not None:
         name = frame.f_code.co_filename
@@ -225,7 +225,7 @@ BOOKKEEPING = frozenset(
 
 @cache
 def written_by(function: Any) -> tuple[bool, ...]:
-    """Return, for each argument of an operator, whether the operator writes to it."""
+    """Return which arguments of an operator are modified in place."""
     infos = (argument.alias_info for argument in function._schema.arguments)
     return tuple(info is not None and info.is_write for info in infos)
 
@@ -244,7 +244,7 @@ def has_kernel(function: Any) -> bool:
 
 
 def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
-    """Count a copy, and refuse a non-blocking copy to host memory that is not pinned."""
+    """Count a copy between CPU and device, and refuse unsafe asynchronous copies."""
     if source is Place.DEVICE and target is not Place.DEVICE:
         if not non_blocking:
             LEDGER.count_wait("copy to the host")
@@ -259,7 +259,7 @@ def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
 
 
 def refuse_float64(tensor: Tensor, dtype: torch.dtype | None, place: Place) -> None:
-    """Raise `TypeError` if a float64 tensor is to be put on a simulated MPS device."""
+    """Raise `TypeError` for a float64 tensor on a simulated MPS device."""
     after = dtype or tensor.dtype
     if KIND[0] == "mps" and place is Place.DEVICE and after is torch.float64:
         raise TypeError(
@@ -309,7 +309,7 @@ _thread = _Thread()
 
 @contextmanager
 def create_on(place: Place) -> Iterator[None]:
-    """Store new tensors, such as the result of `torch.zeros`, in `place` inside a `with` block."""
+    """Inside a `with` block, create new tensors in the simulated memory `place`."""
     before, _thread.creates_on = _thread.creates_on, place
     try:
         yield
@@ -318,7 +318,7 @@ def create_on(place: Place) -> Iterator[None]:
 
 
 class Operators(TorchDispatchMode):
-    """A dispatch mode that checks every torch operator of the forward and backward pass."""
+    """A `TorchDispatchMode` that checks every operator of the forward and backward pass."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -345,7 +345,7 @@ class Operators(TorchDispatchMode):
 
 
 def _copy_later(args: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Count a copy, and return whether it is deferred until the next wait."""
+    """Defer an asynchronous copy to pinned memory, or return False for other copies."""
     target, source = args[0], args[1]
     non_blocking = bool(args[2] if len(args) > 2 else options.get("non_blocking", False))
     places = place_of(source), place_of(target)
@@ -386,7 +386,7 @@ def _check(
 
 
 def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
-    """Count the waits and uploads that an indexing operation causes."""
+    """Count the waits and copies that an indexing operation causes."""
     for index in indices:
         is_here, target = place_of(index) in _ON_DEVICE, place_of(args[0])
         if target not in _ON_DEVICE:
@@ -403,14 +403,14 @@ def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
 
 
 def _fills_one_value(args: Sequence[Any]) -> bool:
-    """Return whether a masked assignment writes one value, so that the host need not wait."""
+    """Return whether a masked assignment writes a single value."""
     return len(args) > 2 and isinstance(args[2], Tensor) and args[2].numel() == 1
 
 
 def _misplaced_tensors(
     function: Any, args: Sequence[Any], given: Sequence[Tensor], ids_of_indices: set[int]
 ) -> list[Tensor]:
-    """Return the host tensors that an operator does not accept next to device tensors."""
+    """Return the CPU tensors that an operator cannot combine with GPU tensors."""
     # These operators accept host tensors without axes.
     takes_scalars = torch.Tag.pointwise in function.tags or function._schema.name in _TAKES_SCALARS
     written = {
@@ -429,7 +429,7 @@ def _misplaced_tensors(
 
 
 def _place_results(result: Any, storages: Sequence[Any], places: Sequence[Place]) -> None:
-    """Record the simulated memory of an operator's results, except for views."""
+    """Record the simulated memory of the results of an operator."""
     known = {id(storage) for storage in storages}
     for tensor in tensors_in(result):
         storage = storage_of(tensor)
@@ -457,7 +457,7 @@ _CARRY_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
 class TorchFunctions(TorchFunctionMode):
-    """A function mode that intercepts torch functions, and methods and attributes of tensors."""
+    """A `TorchFunctionMode` that intercepts torch functions and tensor methods."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Arguments = (), kwargs: Options | None = None
@@ -473,7 +473,7 @@ class TorchFunctions(TorchFunctionMode):
 
 
 def _call(func: Callable, args: Arguments, options: Options) -> Any:
-    """Call a torch function that needs no special treatment, and respect its `device` argument."""
+    """Call a torch function and respect its `device` argument."""
     device = options.get("device")
     if device is None:
         has_sources = bool(tensors_in((*args, options)))
@@ -486,7 +486,7 @@ def _call(func: Callable, args: Arguments, options: Options) -> Any:
 
 
 def _create(func: Callable, args: Arguments, options: Options, place: Place) -> Any:
-    """Call a function that creates a tensor, and record that it is in the memory `place`."""
+    """Call a function that creates a tensor in the simulated memory `place`."""
     _check_generator(func, options, place)
     pinned = options.pop("pin_memory", False)
     if func in _CARRY_VALUES and (result := _upload_values(args, options, place)) is not None:
@@ -501,7 +501,7 @@ def _create(func: Callable, args: Arguments, options: Options, place: Place) -> 
 
 
 def _upload_values(args: Arguments, options: Options, place: Place) -> Any:
-    """Move and return the first argument if it is a tensor. Otherwise count an upload."""
+    """Copy a tensor to the device, or count the copy of Python values."""
     if args and isinstance(args[0], Tensor):
         return move(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))
     if place is Place.DEVICE:
@@ -598,7 +598,7 @@ def _one_hot(func: Callable, args: Arguments, options: Options) -> Tensor:
 
 
 def _backward(func: Callable, args: Arguments, options: Options) -> None:
-    """Run the backward pass, including checkpointed functions, with `TorchFunctions` enabled."""
+    """Run the backward pass with `TorchFunctions` enabled."""
     del func
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args[1:], strict=False)) | options
@@ -611,7 +611,7 @@ def _backward(func: Callable, args: Arguments, options: Options) -> None:
 
 
 def _getter(name: str) -> Any:
-    """Return the function that a `TorchFunctionMode` receives when a tensor's attribute is read."""
+    """Return the function that reads an attribute of a tensor."""
     return getattr(Tensor, name).__get__
 
 

@@ -1,4 +1,4 @@
-"""Pytest plugin that simulates a CUDA device: `pytest -p tests.support.simulated_cuda.plugin`."""
+"""A pytest plugin that simulates a CUDA device."""
 
 from contextlib import ExitStack
 

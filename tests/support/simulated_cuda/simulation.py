@@ -1,4 +1,4 @@
-"""Start and end the simulation of a CUDA device, and replace torch functions that query the GPU."""
+"""Start and end the simulation of a CUDA device."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ _PROPERTIES = SimpleNamespace(
 
 
 class Generator(torch.Generator):
-    """A random generator that draws on the host but reports the device that was requested."""
+    """A random generator on the CPU that reports the requested device."""
 
     _place: torch.device
 
@@ -59,7 +59,7 @@ class Stream:
 
 
 class CudaEvent:
-    """A simulated CUDA event. Waiting for it is not counted."""
+    """A simulated CUDA event. Waits for an event are not counted."""
 
     def record(self, _: Any = None) -> None: ...
 
@@ -105,7 +105,7 @@ ACCELERATOR: dict[str, Any] = {
 
 
 def patched_autocast(start: Callable[..., None]) -> Callable[..., None]:
-    """Return a version of `torch.autocast.__init__` that uses the CPU if "cuda" is requested."""
+    """Return a version of `autocast.__init__` that replaces the device "cuda" with "cpu"."""
 
     def begin(
         self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *more: Any,
@@ -119,7 +119,7 @@ def patched_autocast(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def patched_autocast_query(query: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return a query like `torch.is_autocast_enabled` that answers for "cpu" instead of "cuda"."""
+    """Return a function that reads the autocast state of "cpu" instead of "cuda"."""
     return lambda device="cuda": query("cpu" if device == "cuda" else device)
 
 
@@ -142,7 +142,7 @@ def is_simulated() -> bool:
 
 @contextmanager
 def simulation() -> Iterator[None]:
-    """Inside a `with` block, simulate a CUDA device in this thread and in new threads."""
+    """Simulate a CUDA device inside a `with` block."""
     with ExitStack() as stack:
         for owner, name, value in _patches():
             stack.enter_context(patch.object(owner, name, value, create=True))
@@ -190,7 +190,7 @@ def patched_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patched_grouping(group: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of a torch function that groups tensors by simulated device and dtype."""
+    """Return a function that groups tensors by simulated device and dtype."""
 
     def grouped(tensors: Any, *options: Any) -> Any:
         groups = group(tensors, *options)
