@@ -92,7 +92,7 @@ EXPRESSIONS = {
     "head_width": "12", "image_size": "224", "item.name": "mlp_mean", "key": "train.warmup_epochs",
     "known": "skip", "len(train)": "3", "lower": "32", "lower + patch": "64", "max(late)": "200",
     "mean": "[0.5,0.5,0.5]", "min_heads": "2", "name": "graying_layers", "names[0]": "knn",
-    "near": "9", "near_command": "pretrain", "near_flags[0]": "overwrite", "nearest": "8",
+    "near": "9", "near_command": "pretrain", "near_flags[0]": "overwrite", "nearest": "8", "next_multiple": "8",
     "neighbours": "5,10", "num_tokens": "28", "path.name.lower()": "voc2012",
     "remedy": "data.bits=12", "self.key": "train.warmup_epochs", "self.name": "fog",
     "side": "probe.max_side", "size": "64", "info.name": "voc2012", "std": "[0.5,0.5,0.5]",
