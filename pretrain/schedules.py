@@ -42,8 +42,8 @@ class Timeline:
     def is_interval_end(self, epochs: int | None, num_steps: int) -> bool:
         """Return whether an interval of `epochs` epochs ends after `num_steps` steps.
 
-        The run is divided into consecutive intervals of this length. If `epochs` is None, the
-        result is False.
+        The first interval begins with the run, and each further interval follows the previous one.
+        If `epochs` is None, the result is False.
         """
         return epochs is not None and num_steps % (epochs * self.steps_per_epoch) == 0
 
@@ -88,7 +88,8 @@ class TriangularSchedule:
     """Triangular schedule: a linear rise from 0 to `peak`, then a linear fall to 0 in two stages.
 
     The value reaches `peak` after 2/5 of the run, `peak` / 20 after 4/5, and 0 after the last step.
-    Step i of n (i counts from 0) has the value after the fraction (i + 1) / n of the run.
+    In a run of n steps, step i (counted from 0) has the value after the fraction (i + 1) / n of the
+    run.
 
     Source: `lr_schedule` of
     https://github.com/locuslab/convmixer-cifar10/blob/2d3d9b73d3caa6112ecdcea866f1d2805f37cc8e/train.py
@@ -111,7 +112,7 @@ class LinearSchedule:
     """Linear schedule: a change from `start` at step 0 to `end` at step `num_steps` - 1.
 
     Later steps have the value `end`. DINO uses this schedule for the temperature of the teacher.
-    The official DINO changes the temperature only once per epoch, so the values agree only if an
+    The official DINO changes the temperature only once per epoch, so its values differ unless an
     epoch has one step.
     """
 
@@ -129,9 +130,9 @@ class LinearSchedule:
 class InitialPhase:
     """Length of a phase at the start of a run, such as the warm-up of the learning rate.
 
-    The default length is a number of epochs that suits ImageNet. It is limited to a fraction of the
-    run, because the phase could otherwise last longer than a short run. A length that the user has
-    set is not limited.
+    The default length is a number of epochs that suits ImageNet. The default is limited to a
+    fraction of the run, because the phase could otherwise last longer than a short run. A length
+    that the user has set is not limited in this way.
 
     Attributes:
         key: Config key of the length in epochs, such as "train.warmup_epochs".
