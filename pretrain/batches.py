@@ -390,7 +390,7 @@ def load_chunks(
 
 @contextmanager
 def _postpone_worker_deaths() -> Generator[None]:
-    """Inside a `with` block, do not interrupt an optimizer step if a data worker dies.
+    """Inside a `with` block, let the current step continue if a data worker dies.
 
     By default, torch's signal handler raises an error as soon as a data worker dies. This function
     disables that handler. The error is raised when the training process next waits for crops,

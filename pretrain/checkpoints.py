@@ -82,7 +82,7 @@ class Saver:
         metadata: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """Copy a training state to CPU memory, and let the thread save it and the encoder.
+        """Copy a training state to CPU memory, and queue state and encoder for saving.
 
         The new files replace the last saved state and encoder. The method returns after the copy,
         before the files are written. Weights that are not finite are not saved, because they would
@@ -261,7 +261,7 @@ def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path
 
     Raises:
         CheckpointError: No state is complete, or the newest complete state has another format. The
-            returned dictionary also raises this error when the caller reads a missing key.
+            returned dictionary raises the same error when a missing key is read.
     """
     problems, digests = [], {digest for digest, _ in read_digests(folder / _DIGESTS)}
     for path in (folder / name for name in _CANDIDATES):

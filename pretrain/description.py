@@ -60,7 +60,7 @@ def update_description(older: Mapping[str, Any], component: Any) -> dict[str, An
     names. A description of another class is returned unchanged.
 
     Args:
-        older: Description of the component, as `describe` returned it in an older version.
+        older: Description of the component, made by `describe` in an older version.
         component: The corresponding component of the current run, with the current fields.
     """
     updated, target = dict(older), _get_target(component)

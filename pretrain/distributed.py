@@ -1,4 +1,4 @@
-"""Connect the processes that `torchrun` starts to train one model."""
+"""Connect the processes of `torchrun`, which train one model together."""
 
 import os
 from collections.abc import Callable, Generator
@@ -148,7 +148,7 @@ class TrainingRanks:
     def all_gather(self, value: T) -> list[T]:
         """Collect one value from each process. Return the values, ordered by rank.
 
-        The values are pickled and sent to every process, so they should be small.
+        The values should be small, because they are pickled and sent to every process.
         """
         if self.world_size == 1:
             return [value]

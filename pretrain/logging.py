@@ -42,7 +42,7 @@ class StepReporter:
     """A reporter that logs the metrics of each training step, and stops runs that do not learn.
 
     Metrics are averaged over the processes. On a GPU, the metrics of a step are read after the next
-    step has been launched. The CPU therefore never waits for the step that it has just launched.
+    step has been launched. The CPU therefore never waits for a step that has just been launched.
 
     Args:
         log: Log of the run in the process of rank 0, and None in all other processes.
@@ -90,7 +90,7 @@ class StepReporter:
     def add(
         self, row: Mapping[str, Any], metrics: Mapping[str, Tensor], *, stop: bool, save: bool
     ) -> None:
-        """Add a step to the queue of rows that `write_rows` writes to the log.
+        """Queue the metrics of a step, which `write_rows` writes to the log.
 
         Args:
             row: Values that are known on the CPU, such as the learning rate.
@@ -244,7 +244,7 @@ class ProgressBar:
         self._waits: list[float] = []
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """Show the loss, the speed and the remaining time after a step, given its log row."""
+        """Show loss, speed and remaining time of the run, given the log row of a step."""
         speed = row["images_per_second"]
         metrics = (
             f"loss {row['loss']:.3f}  {speed:.{0 if speed >= 10 else 1}f} images/s  "
@@ -310,7 +310,7 @@ class Clock:
 
     @contextmanager
     def count_waiting(self) -> Generator[None]:
-        """Count the duration of a `with` block as time that the step waited for data."""
+        """Count the duration of a `with` block as time spent waiting for data."""
         start = time.monotonic()
         yield
         self._waited += time.monotonic() - start

@@ -77,12 +77,10 @@ def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool
         images: Number of images that one process computes in a step.
         accumulation: Current number of micro-batches, with which a step needs too much memory.
             `images` must be a multiple of this number.
-        fits: Function that returns whether a micro-batch with this number of images fits into
-            memory.
+        fits: Function that returns whether a micro-batch of a given size fits into memory.
 
     Returns:
-        The value that was found, or None if not even a micro-batch of a single image fits into
-        memory.
+        The found value, or None if not even a micro-batch of a single image fits into memory.
     """
     while accumulation < images:
         least = min(2 * accumulation, images)

@@ -275,7 +275,7 @@ class Evaluator(PeriodicEvaluation):
         Args:
             results: Folder for the records. Several runs may use the same folder.
             weights: Weights file of the encoder.
-            description: Settings of the run, as stored in its state.
+            description: Settings of the run, from its saved state.
             trained_on: Images that the run was trained on.
             left_out: Ids of the training images that could not be read.
 
@@ -346,9 +346,8 @@ class Evaluator(PeriodicEvaluation):
         """Classify the validation images by their logits.
 
         Returns:
-            A dictionary with the keys k = 1 and, for six or more classes, k = 5. Each value states
-            whether the true class of each image is among the k most likely classes. All values are
-            None if a logit is not finite.
+            For k = 1 and, with six or more classes, k = 5: whether the true class of each image is
+            among the k most likely classes. All values are None if a logit is not finite.
         """
         is_finite = bool(logits.features.isfinite().all())
         ranks = rank_true_classes(logits.features, logits.labels)
@@ -432,7 +431,7 @@ def describe_recipe(description: Mapping[str, Any], timeline: Timeline) -> str:
     An example is "100 epochs, batch 512, AdamW at 0.001".
 
     Args:
-        description: Settings of the run, as stored in its state.
+        description: Settings of the run, from its saved state.
         timeline: Planned length of the run.
     """
     train, optimizer = description["train"], description["optimizer"]

@@ -69,8 +69,7 @@ class DataOptions:
             this number.
         allow_overlap: Whether the monitor (evaluation during training) may use validation images
             that are also training images of its k-NN classifier or of the supervised run.
-        limit: Maximum number of images. If there are more images, images at even intervals are
-            selected.
+        limit: Maximum number of images. From a larger set, images at even intervals are selected.
         mean: RGB mean in [0, 1] that is subtracted from images before they are divided by `std`.
             With a mean of 0 and a standard deviation of 1, pixel values stay in [0, 1]. RandAugment
             always fills empty areas with the mean colour of ImageNet.
@@ -156,8 +155,7 @@ class TrainOptions:
 
     Attributes:
         epochs: Length of the run in epochs.
-        max_steps: Maximum length of the run in optimizer steps. All schedules end with the last
-            step of the run.
+        max_steps: Maximum length of the run in optimizer steps. All schedules end at the last step.
         max_minutes: Time in minutes, from the start of the command, after which the run is saved
             and stopped. The time limit does not affect the schedules, and `--resume` continues the
             run.
@@ -187,19 +185,16 @@ class TrainOptions:
         final_lr: Learning rate at the end of the cosine schedule.
         layer_decay: Factor in (0, 1] by which the learning rate decreases from each layer to the
             preceding layer. The head has the full learning rate. Common values for fine-tuning are
-            0.65 to 0.75. With 1, all layers have the same learning rate.
-        weight_decay: Weight decay at the first step, which then follows a cosine to
-            `final_weight_decay`.
+            0.65 to 0.75. A factor of 1 gives all layers the same learning rate.
+        weight_decay: Weight decay at the first step, followed by a cosine to `final_weight_decay`.
         final_weight_decay: Weight decay at the end of the run.
         decay_tokens: Whether class token, registers, mask token and position embedding have weight
             decay. The official DINO applies weight decay to these parameters, but DeiT and timm do
             not. Biases and parameters with one axis never have weight decay.
         max_grad_norm: Maximum norm to which gradients are clipped, separately for each parameter
             tensor. With None, gradients are not clipped.
-        global_norm: Whether to clip the norm of all gradients together, instead of each tensor
-            separately.
-        precision: Data type of matrix products, where "auto" means bfloat16 on CUDA and float32 on
-            other devices.
+        global_norm: Whether to clip all gradients together, instead of each tensor separately.
+        precision: Data type of matrix products: "auto" is bfloat16 on CUDA and float32 otherwise.
         compile: Use torch.compile for the trained modules and, on CUDA, for the colour jitter. The
             default is true on CUDA and false on other devices.
         deterministic: Use only operations with bitwise reproducible results, which are slower. With
@@ -219,8 +214,7 @@ class TrainOptions:
             run does not learn, for example because of a collapsed teacher. Steps of the warm-up and
             steps with a loss that is not finite are ignored.
         tensorboard: Also write the log for TensorBoard, which the extra `track` installs.
-        wandb: Project of Weights & Biases to which the log is also sent (needs the package
-            `wandb`).
+        wandb: Project of Weights & Biases that also gets the log (needs the package `wandb`).
     """
 
     epochs: Count = 300
@@ -300,7 +294,7 @@ class TrainOptions:
         return self.batch_size
 
     def timeline(self, num_images: int) -> Timeline:
-        """Return the planned length of a run that trains on this number of images.
+        """Return the planned length of a run that trains on `num_images` images.
 
         Raises:
             ConfigurationError: There are fewer images than the batch size.

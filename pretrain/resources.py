@@ -87,7 +87,7 @@ def _count_convolution_backward(
 def measure_product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure how fast this device computes a large matrix product, in FLOP/s.
 
-    The matrix product is timed in three rounds, and the fastest round determines the result.
+    The result is the speed in the fastest of three rounds.
     """
     side = _LARGE_SIDE if device.type == "cuda" else _SMALL_SIDE
     generator = torch.Generator(device).manual_seed(0)

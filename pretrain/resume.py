@@ -64,9 +64,9 @@ class Progress:
         """Return the content of `state.pt` without the networks and the optimizer.
 
         Args:
-            description: Settings of the run, as `describe_run` returns them.
+            description: Settings of the run, made by `describe_run`.
             images: Training images of the run.
-            batches: Batches of the run, which determine the images that its steps have used.
+            batches: Batches of the run, from which the images used so far are found.
             processes: Number of processes that train together.
         """
         return {
@@ -113,7 +113,7 @@ def restore_progress(
     ranks: TrainingRanks,
     extend: bool,
 ) -> tuple[Progress, list[str]]:
-    """Check that a saved run can be resumed. Return its progress, and messages for the user.
+    """Check that a saved run can be resumed, and return its progress and messages for the user.
 
     All processes must call this function together.
 
@@ -121,7 +121,7 @@ def restore_progress(
         state: The saved state.
         path: File of the state.
         plan: The current configuration of the run.
-        description: Description of this run, as `describe_run` returns it.
+        description: Description of this run, made by `describe_run`.
         timeline: Length of the run that continues.
         images: Training images of this run.
         batches: Batches of this run.
@@ -131,9 +131,9 @@ def restore_progress(
     Raises:
         CheckpointError: The saved step number is not an integer, is negative, or exceeds the length
             of the saved run.
-        ConfigurationError: A setting that affects the weights has changed, or an image that a step
-            has used has changed. The error is also raised if `extend` is true, but the run is not
-            longer than the saved run.
+        ConfigurationError: A setting that affects the weights, or an image that a step has used,
+            has changed. The error is also raised if `extend` is true, but the run is not longer
+            than the saved run.
     """
     messages, step = list[str](), state["step"]
     if not isinstance(step, int) or step < 0:

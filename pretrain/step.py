@@ -125,8 +125,7 @@ class Trainer:
 
         The test computes two steps with two micro-batches each, because gradients of an earlier
         micro-batch and moments of an earlier step need memory, too. On a CPU, the test also copies
-        the training state, because saving a checkpoint needs memory for such a copy. The run itself
-        usually needs slightly less memory, because the test does not use torch.compile. The test
+        the training state, because saving a checkpoint needs memory for such a copy. The test
         changes the weights, so the run must end afterwards.
 
         If several processes train together, the optimizer takes no step in this test. Otherwise,
@@ -174,8 +173,7 @@ class Trainer:
     def describe_rising_lr(self) -> str | None:
         """Return a warning if the learning rate would rise to `train.final_lr` instead of falling.
 
-        The learning rate rises if `optimizer.lr`, scaled by the batch size, is below
-        `train.final_lr`. If the learning rate does not rise, return None.
+        Return None unless `optimizer.lr`, scaled by the batch size, is below `train.final_lr`.
         """
         last = self.options.final_lr
         if self.options.schedule != "cosine" or self._top_lr >= last:

@@ -37,10 +37,10 @@ class WandbLog:
     """A tracker that sends rows of the log to a run of Weights & Biases.
 
     A resumed pretraining run continues the same run of Weights & Biases. Weights & Biases rejects a
-    step number that it has received before. The step is therefore sent as a metric named `step`,
-    and curves are drawn over this metric. If training repeats steps after a crash, the curves show
-    the points of both attempts. With `WANDB_MODE=offline`, Weights & Biases stores everything in
-    `folder` and needs no network.
+    step number that it has received before. The step number is therefore sent as a metric named
+    `step`, which is the x-axis of all curves. If training repeats steps after a crash, the curves
+    show the points of both attempts. With `WANDB_MODE=offline`, Weights & Biases stores everything
+    in `folder` and needs no network.
 
     Args:
         project: Name of the project. Weights & Biases creates a missing project.

@@ -26,7 +26,7 @@ These events end a run before its last step:
 If several processes train together, all processes call the same functions in the same order. If a
 single process left the training loop, the other processes would wait for it forever. A process
 therefore stores an error until all processes call `TrainingRanks.raise_on_all`, which raises the
-error in all processes. They call this method before each step and after the last step of the run.
+error in all processes. The method is called before each step and after the last step.
 """
 
 import math
@@ -169,7 +169,7 @@ class Run:
         """Prepare to continue the run: load the progress, the weights and the optimizer's state.
 
         Args:
-            state: Saved state of the run, as `load_state` returns it.
+            state: Saved state of the run, returned by `load_state`.
             path: File of the state.
             extend: Whether the run may be longer than the saved run.
 

@@ -1,8 +1,8 @@
 """Augment and normalise a whole batch of crops on its device.
 
 A view is a random crop of an image. The augmentations are flip, colour jitter, conversion to grey,
-blur and solarization. Each view has its own random parameters. The random parameters stay in CPU
-memory, so that the CPU selects the views for an operation without waiting for a GPU.
+blur and solarization. The random parameters of each view stay in CPU memory, so that the CPU can
+select views for an operation without waiting for a GPU.
 
 Source: the operations of torchvision.transforms.v2.functional for float images. The official DINO
 augments 8-bit images with PIL, which rounds after each operation and approximates a Gaussian blur
@@ -71,8 +71,7 @@ def augment(
     Args:
         pixels: Cropped views.
         params: Random parameters of the views, in CPU memory.
-        solarize_threshold: Threshold in [0, 1]. Solarization inverts values at or above this
-            threshold.
+        solarize_threshold: Threshold in [0, 1], at or above which solarization inverts values.
         normalization: Mean and standard deviation of each channel.
     """
     if pixels.is_cuda:
@@ -200,7 +199,7 @@ def blend(
 
     The result is factor * image + (1 - factor) * other, clipped to [0, 1]. Here, `other` is a black
     image for BRIGHTNESS, the mean grey value for CONTRAST, and the grey image for SATURATION.
-    `kind` contains one of these three constants for each view.
+    `kind` contains BRIGHTNESS, CONTRAST or SATURATION for each view.
     """
     grey = to_grey(images)
     mean = grey.mean(dim=(2, 3), keepdim=True)
@@ -241,9 +240,9 @@ def to_grey(images: Images) -> Float[Tensor, "views 1 height width"]:
 def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
     """Apply a Gaussian blur with the standard deviation `sigma` in pixels to each view.
 
-    Pixels beyond the border are mirrored. The blur is computed as products with a height x height
-    matrix and a width x width matrix. On CPUs and GPUs, these products are faster than a
-    convolution with one kernel for each view.
+    Pixels beyond the border are mirrored. The blur multiplies each view by a height x height matrix
+    and a width x width matrix. On CPUs and GPUs, these products are faster than a convolution with
+    one kernel for each view.
     """
     height, width = images.shape[-2:]
     sigma = to_device(sigma, images.device)

@@ -1,4 +1,4 @@
-"""The multi-crop augmentation of DINO. The CPU cuts crops, and the device augments them."""
+"""DINO's multi-crop augmentation. Crops are cut on the CPU and augmented on the device."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,6 @@
 """The crops of supervised training: one randomly augmented view of each image, and its class.
 
-timm's recipes use the same augmentations. RandAugment changes colours and geometry. Cutout and
-random erasing fill rectangles. Mixup and CutMix mix pairs of images and their classes.
+timm's recipes use the same augmentations: RandAugment, Cutout, random erasing, mixup and CutMix.
 """
 
 import math
@@ -96,7 +95,7 @@ class Mixture:
     number of images is odd, the middle image stays unchanged.
 
     Attributes:
-        lam: Weight of each image and its class in the result, in [0, 1]. The other image of the
+        lam: Weight in [0, 1] of each image and its class in the mixed image. The other image of the
             pair has the weight 1 - `lam`. With CutMix, `lam` is the fraction of pixels outside the
             box.
         box: Top, bottom, left and right edge of the box that CutMix copies from the other image.
@@ -141,8 +140,8 @@ class LabelledCrops:
 class SingleCrop(ViewMaker):
     """One augmented crop of each image, with the class of the image.
 
-    The CPU applies the crop, the flip and RandAugment. The device then applies colour jitter,
-    normalisation, Cutout, random erasing, and mixup or CutMix, in this order.
+    The CPU applies the crop, the flip and RandAugment. On the device, colour jitter, normalisation,
+    Cutout, random erasing, and mixup or CutMix follow in this order.
 
     Each image has its own random generator. The generator of the first image also determines the
     mixture (mixup or CutMix) and the noise of the whole micro-batch.

@@ -41,7 +41,7 @@ _CHUNK = {"cpu": 2_048, "cuda": 8_192}
 
 @dataclass(frozen=True)
 class Dino(Objective):
-    """Hyperparameters of DINO. The default values are the official ones for ImageNet.
+    """Hyperparameters of DINO. The defaults are the official values for ImageNet.
 
     Attributes:
         out_dim: Number of prototypes, each of which gives one output of the head. Small datasets
@@ -189,8 +189,7 @@ class DinoLearner(Learner):
 
         The weights of the teacher move towards the weights of the student. The centre moves towards
         the mean output of the teacher in this batch, unless this output or a gradient is not
-        finite. The centre is updated once per batch, so the number of micro-batches does not affect
-        it.
+        finite. The centre is updated once per batch, regardless of the number of micro-batches.
 
         Args:
             step: Number of the optimizer step, from 0.
@@ -239,7 +238,7 @@ class DinoLearner(Learner):
 
 
 class DinoNetwork(nn.Module):
-    """An encoder with a projection head, as used for both student and teacher."""
+    """The network of a student or teacher: an encoder with a projection head."""
 
     def __init__(self, backbone: VisionTransformer, head: "DinoHead") -> None:
         super().__init__()

@@ -160,8 +160,7 @@ class MaeLearner(Learner):
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """Return an error if this row of the log shows that the decoder predicts only the mean.
 
-        The loss of such a decoder is about as high as the loss of a constant prediction for each
-        image or patch.
+        The loss of such a decoder is about that of a constant prediction for each image or patch.
         """
         if row["loss"] < _LEARNED_SHARE * row["mean_loss"]:
             return None
@@ -203,8 +202,7 @@ class MaeNetwork(nn.Module):
 
         Args:
             images: Normalised images.
-            visible: Indices of the visible patches of each image, in the order of the output
-                tokens.
+            visible: Indices of each image's visible patches, in the order of the output tokens.
         """
         tokens, num_prefix = self.backbone.embed(images), self.backbone.config.num_prefix_tokens
         patches = gather_patches(tokens[:, num_prefix:], visible)

@@ -64,9 +64,9 @@ class Learner(nn.Module, ABC):
         """Compute the loss of a micro-batch.
 
         Args:
-            network: The student network. If there are several processes, it is wrapped in
+            network: The student network. With several processes, the network is wrapped in
                 DistributedDataParallel.
-            views: Views as returned by `ViewMaker.augment_on_device`.
+            views: Views that `ViewMaker.augment_on_device` returned.
             step: Number of the optimizer step, from 0.
 
         Returns:
@@ -153,8 +153,7 @@ class Objective(ABC):
             model: Configuration of the encoder.
             timeline: Length of the run, for schedules.
             seed: Seed of all initial weights. The global random state stays unchanged.
-            class_names: Class names of the training images, or an empty sequence if the images have
-                no labels.
+            class_names: Class names of the training images, or an empty sequence without labels.
 
         Raises:
             ConfigurationError: The objective cannot train this encoder or use these classes.
@@ -168,8 +167,7 @@ class GeneratingObjective(Objective, ABC):
     def images(self) -> ImageSet:
         """Return an image set with one placeholder image for each sample of an epoch.
 
-        The image set only supplies the ids of the samples, because the objective generates the
-        samples.
+        The image set only supplies ids, because the objective generates the samples.
         """
 
     @abstractmethod
@@ -183,7 +181,7 @@ class GeneratingObjective(Objective, ABC):
 def derive_seed(seed: int, part: str) -> int:
     """Derive the seed of a network part, such as "head" or "decoder", from the seed of the run.
 
-    If a part used the seed of the run itself, it would get the same random numbers as the encoder.
+    A part with the seed of the run itself would get the same random numbers as the encoder.
     """
     name = int.from_bytes(part.encode())
     (state,) = np.random.SeedSequence((_PART, seed, name)).generate_state(1, np.uint64)

@@ -115,7 +115,6 @@ class SupervisedLearner(Learner):
     ) -> Float[Tensor, "batch classes"]:
         """Return the logits of normalised images, for any batch size.
 
-        The encoder runs without `torch.compile`, which would compile the encoder again for each new
-        batch size.
+        The encoder runs without `torch.compile`, which would recompile it for each batch size.
         """
         return self.student.head(self.student.backbone.forward(images))

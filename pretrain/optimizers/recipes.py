@@ -31,8 +31,7 @@ class OptimizerRecipe:
     """Base class for the hyperparameters of an optimizer. A subclass is a frozen dataclass.
 
     Attributes:
-        lr: Learning rate for batch size 256. The trainer multiplies the learning rate by batch size
-            / 256.
+        lr: Learning rate for batch size 256, which the trainer multiplies by batch size / 256.
     """
 
     lr: RateOrZero
@@ -83,11 +82,9 @@ class Soap(OptimizerRecipe):
             consists of the eigenvectors of Shampoo's statistics.
         max_precond_dim: Maximum length of a parameter's axis for which an eigenbasis is computed.
         stagger: Whether different eigenbases are refreshed at different steps. With staggered
-            refreshes, all steps take equally long, but the mean time of a step is longer. The
-            reason is that a GPU decomposes many matrices at once in little more time than a single
-            matrix.
-        shard_refreshes: Whether the processes of a run divide the computation of eigenbases among
-            themselves.
+            refreshes, all steps take equally long. The mean time of a step is longer, because a GPU
+            decomposes many matrices in little more time than one.
+        shard_refreshes: Whether the processes of a run share the computation of eigenbases.
     """
 
     lr: RateOrZero = 5e-4
@@ -189,8 +186,8 @@ def clip_gradients(
     Args:
         parameters: Parameters, some of which may have no gradient.
         max_norm: Largest allowed Euclidean norm.
-        global_norm: Whether `max_norm` limits the norm of all gradients together, instead of the
-            norm of each gradient.
+        global_norm: Whether `max_norm` limits the norm of all gradients together, not of each
+            gradient.
 
     Returns:
         The norm of each gradient before clipping, as a tensor on the device. Nothing is copied to

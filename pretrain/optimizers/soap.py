@@ -62,9 +62,9 @@ class SOAP(torch.optim.Optimizer):
         ValueError: `precondition_frequency` or a decay rate is out of range.
 
     Source: algorithm 3 of Vyas et al., https://arxiv.org/abs/2409.11321, and the authors' code,
-    https://github.com/nikhilvyas/SOAP at commit a1e5535. The authors' code applies the weight decay
-    after the update, and this optimizer does the same. The time of a refresh is proportional to the
-    cube of the length of each axis.
+    https://github.com/nikhilvyas/SOAP at commit a1e5535. As in that code, the weight decay is
+    applied after the update. The time of a refresh is proportional to the cube of the length of
+    each axis.
     """
 
     def __init__(
@@ -360,8 +360,7 @@ def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int)
 class Factors:
     """Scalar factors of one optimizer step, such as decay rates and step sizes, on the device.
 
-    In a skipped step, factors are 1 and step sizes are 0, so that no tensor changes. Each scalar is
-    computed only once.
+    In a skipped step, factors are 1 and step sizes are 0, so that no tensor changes.
 
     Args:
         is_skipped: Scalar that is 1 if the step is to be skipped, and 0 otherwise.
@@ -410,7 +409,7 @@ def take_adam_step(
     Args:
         stacks: Stacked parameters, which are changed in place together with their moments.
         gradients: Gradients of each stack, which must be 0 in a skipped step.
-        group: Parameter group with learning rate, decay rates, epsilon and weight decay.
+        group: Parameter group with the learning rate, decay rates, epsilon and weight decay.
         factors: Scalar factors of this step, which prevent any change in a skipped step.
     """
     beta1, beta2 = group["betas"]
@@ -472,8 +471,7 @@ def refresh_bases(
     Args:
         stack: Parameters of equal shape, with their optimizer states.
         members: Indices of the parameters whose bases are updated.
-        is_skipped: Whether the step is skipped, as a scalar on the device. In a skipped step,
-            nothing changes.
+        is_skipped: Whether the step is skipped, so that nothing changes, as a scalar on the device.
         shard: Whether the processes of a run divide the decompositions among themselves.
     """
     bases = {mode: stacked[members] for mode, stacked in stack.bases.items()}

@@ -254,7 +254,7 @@ def make_rows(strings: Letters, letters: int) -> Rows:
 
     Args:
         strings: Strings, with letters as numbers from 0.
-        letters: Number of different letters. This number is also the token of the delimiter.
+        letters: Number of different letters, which is also the token of the delimiter.
     """
     delimiter = strings.new_full((len(strings), 1), letters)
     return torch.cat([strings, delimiter, strings, delimiter + 1], 1)
