@@ -5,8 +5,8 @@ Each checkpoint is written in this order:
 1. `state.new.pt`: the training state, under a temporary name until it is complete.
 2. `state.pt.sha256`: the SHA-256 of the new state and of the current `state.pt`.
 3. `state.pt` is renamed to `state.previous.pt`, and `state.new.pt` to `state.pt`.
-4. `last.safetensors`: the encoder. Its SHA-256 is written to `last.safetensors.sha256` before the
-   encoder is written.
+4. `last.safetensors`: the encoder. The SHA-256 of the encoder is written before it, to
+   `last.safetensors.sha256`.
 
 Each file is written atomically, so at least one usable state remains if the process is killed or
 the disk is full. If the process is killed before step 2, the old `state.pt` remains. If the process

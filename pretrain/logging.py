@@ -116,7 +116,7 @@ class StepReporter:
         computed.
 
         Args:
-            everything: Whether to write all queued rows. On a GPU, this means waiting for the
+            everything: Whether to write all queued rows. On a GPU, writing all rows waits for the
                 newest step.
 
         Raises:

@@ -65,7 +65,7 @@ _LOCATIONS = frozenset({"data", "monitor", "init_from"})
 
 @dataclass(frozen=True)
 class Monitor:
-    """Options for evaluating the encoder during a training run. By default, it is not evaluated.
+    """Options for evaluating the encoder during training. By default, nothing is evaluated.
 
     Attributes:
         root: Folder of labelled images: `train/CLASS/IMAGE` and `val/CLASS/IMAGE`, or
@@ -74,7 +74,7 @@ class Monitor:
         val_split: Name of the split with the validation images. The default is `val`, or `test` if
             there is no `val`.
         known_only: Whether to leave out validation images whose class does not occur in the
-            training split. By default, such images raise an error.
+            training split. By default, images of unknown classes raise an error.
         knn_epochs: Number of epochs between two k-NN evaluations, whose accuracy is logged as
             `knn_top1` in percent. The nearest training images of a validation image vote for its
             class. The encoder is also evaluated after the last step.
@@ -123,8 +123,7 @@ class Monitor:
     ) -> "Evaluator | None":
         """Find the labelled images, and return an object that evaluates the encoder during a run.
 
-        This method decodes no image. It returns None if `knn_epochs` and `accuracy_epochs` are
-        None.
+        No image is decoded. The result is None if both `knn_epochs` and `accuracy_epochs` are None.
 
         Args:
             learner: Learner of the run.

@@ -128,7 +128,7 @@ class LinearSchedule:
 class InitialPhase:
     """Length of a phase at the start of a run, such as the warm-up of the learning rate.
 
-    The default length is a number of epochs that suits ImageNet. The default is limited to a
+    The default length is a number of epochs that suits ImageNet. The default length is limited to a
     fraction of the run, because the phase could otherwise last longer than a short run. A length
     that the user has set is not limited in this way.
 

@@ -81,8 +81,8 @@ class Trainer:
         """Train on one batch.
 
         If the gradient is not finite, weights, moments and batch statistics do not change, but the
-        step counts as completed. A teacher network moves towards its student even in such a step.
-        The CPU does not wait for the device.
+        step counts as completed. A teacher network moves towards its student even if a gradient is
+        not finite. The CPU does not wait for the device.
 
         Args:
             step: Number of the step, from 0.

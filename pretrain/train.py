@@ -26,7 +26,8 @@ These events end a run before its last step:
 If several processes train together, all processes call the same functions in the same order. If a
 single process left the training loop, the other processes would wait for it forever. A process
 therefore stores an error until all processes call `TrainingRanks.raise_on_all`, which raises the
-error in all processes. The method is called before each step and after the last step.
+error in all processes. The training loop calls this method before each step and after the last
+step.
 """
 
 import math

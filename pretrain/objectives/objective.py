@@ -27,7 +27,8 @@ class Learner(nn.Module, ABC):
 
     Attributes:
         options: The objective that built this learner.
-        student: The module whose parameters are trained. Its attribute `backbone` is an encoder.
+        student: The module whose parameters are trained. The attribute `backbone` of this module is
+            an encoder.
     """
 
     student: Any

@@ -28,8 +28,8 @@ class SOAP(torch.optim.Optimizer):
     """A SOAP optimizer with the same results as its authors' code, but far fewer kernel launches.
 
     The first gradient g of a parameter only initialises its statistics (moving averages of g @ g.T)
-    and its bases (eigenvectors of the statistics). The parameter itself is not updated or decayed
-    in the step of its first gradient. Each parameter has its own step count, so its bias correction
+    and its bases (eigenvectors of the statistics). In the step of its first gradient, a parameter
+    is neither updated nor decayed. Each parameter has its own step count, so its bias correction
     starts with its own first gradient.
 
     Each axis of a parameter with two or more dimensions has its own basis, which is also the
@@ -62,8 +62,8 @@ class SOAP(torch.optim.Optimizer):
         ValueError: `precondition_frequency` or a decay rate is out of range.
 
     Source: algorithm 3 of Vyas et al., https://arxiv.org/abs/2409.11321, and the authors' code,
-    https://github.com/nikhilvyas/SOAP at commit a1e5535. As in that code, the weight decay is
-    applied after the update. The time of a refresh is proportional to the cube of the length of
+    https://github.com/nikhilvyas/SOAP at commit a1e5535. As in the authors' code, the weight decay
+    is applied after the update. The time of a refresh is proportional to the cube of the length of
     each axis.
     """
 
@@ -330,7 +330,7 @@ def make_stack(
 
 
 def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int) -> dict[str, Any]:
-    """Return the state of a parameter before its first gradient. All tensors in it contain zeros.
+    """Return the state of a parameter before its first gradient. All its tensors are zero.
 
     Args:
         parameter: The parameter.
@@ -471,7 +471,8 @@ def refresh_bases(
     Args:
         stack: Parameters of equal shape, with their optimizer states.
         members: Indices of the parameters whose bases are updated.
-        is_skipped: Whether the step is skipped, so that nothing changes, as a scalar on the device.
+        is_skipped: Scalar on the device that states whether the step is skipped, so that nothing
+            changes.
         shard: Whether the processes of a run divide the decompositions among themselves.
     """
     bases = {mode: stacked[members] for mode, stacked in stack.bases.items()}

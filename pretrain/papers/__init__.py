@@ -1,1 +1,1 @@
-"""Objectives that only one paper uses. Each is imported only if a run selects it by name."""
+"""Objectives of single papers. An objective is imported only if a run selects it by name."""

@@ -253,7 +253,7 @@ def make_rows(strings: Letters, letters: int) -> Rows:
     A row consists of the string, the delimiter, the string again, and the stop token.
 
     Args:
-        strings: Strings, with letters as numbers from 0.
+        strings: Strings whose letters are numbers from 0.
         letters: Number of different letters, which is also the token of the delimiter.
     """
     delimiter = strings.new_full((len(strings), 1), letters)
