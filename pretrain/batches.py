@@ -1,13 +1,14 @@
 """Choose the images of each optimizer step, and load their crops with data worker processes.
 
-An optimizer step trains on one batch. The processes of torchrun share the batch equally. Each
-process divides its share into `train.accumulation` micro-batches, whose gradients are averaged.
+An optimizer step trains on one batch, which the processes of torchrun share equally. Each process
+divides its share into `train.accumulation` micro-batches, whose gradients are averaged.
 
 A data worker crops the images of one chunk at a time and passes the crops to the training process
-in shared memory. A chunk is a part of a micro-batch, or all of it if shared memory is large enough.
+through shared memory. A chunk is a part of a micro-batch, or a whole micro-batch if shared memory
+is large enough.
 
-The images and crops of a step depend only on the seed and the step. Data workers have no state that
-a resumed run would have to restore.
+The images and crops of a step depend only on the seed and the step number. Data workers therefore
+have no state that a resumed run must restore.
 """
 
 import signal
@@ -46,26 +47,23 @@ Samples = ImageSet | Sequence[Sample]
 
 @dataclass(frozen=True)
 class BatchChunks(Dataset[Any]):
-    """A dataset whose items are chunks: the crops of a whole micro-batch, or of a part of it.
+    """A dataset whose items (chunks) are the crops of a whole micro-batch or a part of one.
 
-    The processes of torchrun share each batch equally. A process divides its share into
-    micro-batches, averages their gradients, and then takes an optimizer step.
-
-    The index of a chunk counts all chunks of this process from the start of the run. With two
-    micro-batches in a step and three chunks in a micro-batch, items 0 to 5 belong to step 0. The
-    crops of an image do not depend on the sizes of batches, micro-batches and chunks.
+    Each process numbers its chunks from the start of the run. With two micro-batches in a step and
+    three chunks in a micro-batch, chunks 0 to 5 belong to step 0. The crops of an image do not
+    depend on the sizes of batches, micro-batches and chunks.
 
     An item is the return value of `cut`, except in two cases:
 
-    - It is a `ChunkWithReplacements` if unreadable images were replaced by other images.
-    - It is a `DataError` if an image cannot be read and may not be replaced. The error is returned
-      and not raised, because PyTorch would replace its message by a traceback of the data worker.
+    - If unreadable images were replaced by other images, the item is a `ChunkWithReplacements`.
+    - If an image cannot be read and must not be replaced, the item is a `DataError`. The error is
+      not raised, because PyTorch would replace its message by a traceback of the data worker.
 
     Source of repeated augmentation (several crops of an image in one batch):
     https://arxiv.org/abs/1901.09335, and `RASampler` of
     https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/samplers.py
-    `RASampler` gives the crops of an image to different processes. Here, they are consecutive in
-    the batch.
+    `RASampler` distributes the crops of an image over processes. In this dataset, the crops of an
+    image are consecutive in the batch.
 
     Attributes:
         images: Training images.
@@ -77,12 +75,12 @@ class BatchChunks(Dataset[Any]):
         num_micro_batches: Number of micro-batches that each process computes in a step.
         rank: Rank of this process.
         num_ranks: Number of processes that share a batch.
-        repeats: Number of times that an image occurs in an epoch, each time with other crops. The
-            number of steps in an epoch does not change, so an epoch uses only a random fraction
-            1 / `repeats` of the images.
-        num_chunks: Number of chunks in a micro-batch. Their sizes differ by at most one image.
-        image_ids: Ids of all images, or an empty sequence. With ids, the next readable image
-            replaces an unreadable one. Without ids, an unreadable image is an error.
+        repeats: Number of times that an image occurs in an epoch, each time with other crops.
+            Repeats do not change the number of steps in an epoch, so an epoch uses only a random
+            fraction 1 / `repeats` of the images.
+        num_chunks: Number of chunks in a micro-batch. The chunk sizes differ by at most one image.
+        image_ids: Ids of all images, or an empty sequence. If ids are given, an unreadable image is
+            replaced by the next readable image. Without ids, an unreadable image leads to an error.
     """
 
     images: Samples
@@ -129,9 +127,9 @@ class BatchChunks(Dataset[Any]):
     def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
         """Return the images to crop for one micro-batch of this process.
 
-        A batch contains the first micro-batch of every process, then the second one of every
-        process, and so on. The images of a whole batch do not depend on the numbers of processes
-        and micro-batches.
+        A batch consists of the first micro-batches of all processes, then their second
+        micro-batches, and so on. The images of a whole batch do not depend on the numbers of
+        processes and micro-batches.
 
         Args:
             micro_batch: Number of the micro-batch, counted from 0 at the start of the run.
@@ -162,7 +160,7 @@ class SampleKey(NamedTuple):
     """Three numbers that identify one use of an image in training, all counted from 0.
 
     `index` is the position of the image in the dataset. `repeat` is the number of earlier uses of
-    this image in the same epoch.
+    the image in the same epoch.
     """
 
     epoch: int
@@ -186,7 +184,8 @@ class ChunkWithReplacements(NamedTuple):
 def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
     """Return the indices of all images in random order, for one epoch.
 
-    An epoch consists of complete batches only, so it may leave out the last images of this order.
+    An epoch consists of complete batches only, so it may leave out the last images of the random
+    order.
     """
     return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
 
@@ -196,8 +195,8 @@ def make_sample_generator(
 ) -> np.random.Generator:
     """Return the random number generator for the crops of an image.
 
-    The crops of an image differ between epochs, and between the repeats within an epoch. They do
-    not depend on the batch, the process or the data worker that crops the image.
+    The crops of an image differ between epochs, and between repeats within an epoch. The crops do
+    not depend on the batch, the process or the data worker.
 
     Args:
         seed: Seed of the run.
@@ -214,8 +213,8 @@ def make_sample_generator(
 def derive_step_seed(seed: int, step: int, rank: int) -> int:
     """Return the seed of PyTorch's random generators for one step of one process.
 
-    It depends only on the arguments, so a resumed run draws the same numbers as an uninterrupted
-    one.
+    The seed depends only on the arguments, so a resumed run draws the same random numbers as an
+    uninterrupted run.
 
     Args:
         seed: Seed of the run.
@@ -233,10 +232,10 @@ def decode_images(images: Samples, *, skip: bool = False) -> list[Sample]:
 
     Args:
         images: Training images.
-        skip: Whether to replace an image that cannot be read by the next readable image.
+        skip: Whether to replace an unreadable image by the next readable image.
 
     Raises:
-        DataError: An image cannot be read, or, with `skip`, none of the images can be read.
+        DataError: An image is unreadable and `skip` is false, or all images are unreadable.
     """
     try:
         samples = (_read_image(images, index, may_replace=skip) for index in range(len(images)))
@@ -246,7 +245,7 @@ def decode_images(images: Samples, *, skip: bool = False) -> list[Sample]:
 
 
 def _read_image(images: Samples, index: int, *, may_replace: bool) -> Sample:
-    """Read an image. If it is unreadable and may be replaced, return the next readable image."""
+    """Read an image, or the next readable image if this image is unreadable and may be replaced."""
     if not may_replace:
         return images[index]
     for offset in range(len(images)):
@@ -261,13 +260,13 @@ class WorkerPlan:
 
     Attributes:
         num_requested: Number of data workers that `train.num_workers` requests.
-        num_workers: Number of data workers for which there is enough shared memory. With 0, the
-            training process reads images itself.
+        num_workers: Number of data workers for which there is enough shared memory. If the number
+            is 0, the training process reads images itself.
         num_chunks: Number of chunks (parts) into which each micro-batch is divided. A data worker
             crops one chunk at a time.
         shared_bytes: Maximum use of shared memory in bytes, by all processes of this machine.
-        free_bytes: Free shared memory in bytes. None if the number of data workers and chunks does
-            not depend on it.
+        free_bytes: Free shared memory in bytes, or None if it does not limit the numbers of data
+            workers and chunks.
     """
 
     num_requested: int = 0
@@ -291,10 +290,9 @@ class WorkerPlan:
 def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> WorkerPlan:
     """Choose the numbers of data workers and chunks so that crops fit into shared memory.
 
-    A data worker crops one chunk (a part of a micro-batch) at a time. Shared memory holds two
-    chunks of each data worker, and one that the training process reads. Chunks are as large as the
-    limit allows. If even chunks of a single image exceed the limit, fewer data workers than
-    requested are used.
+    Shared memory holds two chunks (parts of a micro-batch) of each data worker, and one chunk that
+    the training process reads. Chunks are as large as the limit of shared memory allows. If even
+    chunks of a single image exceed this limit, fewer data workers than requested are used.
 
     At most half of the free shared memory is used, because other programs may need the rest.
 
@@ -346,10 +344,10 @@ def load_chunks(
     """Load the crops of some micro-batches with data workers, and yield them in order.
 
     A yielded value contains the crops of one chunk (part of a micro-batch). If a data worker dies,
-    the last value is a `MachineError`. Closing the generator ends all data workers.
+    the last yielded value is a `MachineError`. Closing the generator ends all data workers.
 
     Args:
-        batches: The dataset. `workers.num_chunks` replaces its own `num_chunks`.
+        batches: The dataset, whose `num_chunks` is replaced by `workers.num_chunks`.
         workers: Number of data workers, and number of chunks (parts) of each micro-batch.
         micro_batches: Numbers of the micro-batches, counted from the start of the run.
         device: Device of this process. For CUDA devices, tensors are copied to pinned memory.
@@ -392,11 +390,11 @@ def load_chunks(
 
 @contextmanager
 def _postpone_worker_deaths() -> Generator[None]:
-    """Inside a `with` block, do not interrupt an optimizer step if a data worker dies.
+    """Inside a `with` block, let the current step continue if a data worker dies.
 
-    The signal handler of torch raises an error as soon as a data worker dies. This function
-    restores the default handler. The error is then raised when the training process next waits for
-    crops, because a DataLoader checks its workers every five seconds while it waits.
+    By default, torch's signal handler raises an error as soon as a data worker dies. This function
+    disables that handler. The error is raised when the training process next waits for crops,
+    because a waiting DataLoader checks its workers every five seconds.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or not hasattr(signal, "SIGCHLD"):
@@ -412,8 +410,8 @@ def _postpone_worker_deaths() -> Generator[None]:
 def _ignore_stop_signals(worker: int) -> None:
     """Keep a data worker alive when a signal stops the whole process group.
 
-    The worker can still deliver the crops of the last step. It ignores only the first SIGTERM. If
-    it hangs, the training process ends it with a second SIGTERM.
+    The data worker can thus deliver the crops of the last step. The training process ends a hanging
+    data worker with a second SIGTERM, because only the first SIGTERM is ignored.
     """
     del worker
     for name in (*STOP_SIGNALS, "SIGINT"):

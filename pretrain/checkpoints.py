@@ -1,18 +1,19 @@
-"""Files of a run folder, and the thread that writes them while training continues.
+"""The files of a run folder, and the background thread that writes them during training.
 
 Each checkpoint is written in this order:
 
 1. `state.new.pt`: the training state, under a temporary name until it is complete.
-2. `state.pt.sha256`: the SHA-256 of the new state and of the current one.
+2. `state.pt.sha256`: the SHA-256 of the new state and of the current `state.pt`.
 3. `state.pt` is renamed to `state.previous.pt`, and `state.new.pt` to `state.pt`.
-4. `last.safetensors`: the encoder. Its SHA-256 is in `last.safetensors.sha256`, which is written
-   first.
+4. `last.safetensors`: the encoder. The SHA-256 of the encoder is written before it, to
+   `last.safetensors.sha256`.
 
-Each file appears complete or not at all, so at least one usable state remains if the process is
-killed or the disk is full. If the process is killed before step 2, the old `state.pt` remains. If
-it is killed later, the new state remains, as `state.new.pt` or `state.pt`. `load_state` finds the
-newest complete state. If the process is killed after step 3, `last.safetensors` may be older than
-the state. After the last step of the run, `state.previous.pt` is deleted.
+Each file is written atomically, so at least one usable state remains if the process is killed or
+the disk is full. If the process is killed before step 2, the old `state.pt` remains. If the process
+is killed after step 2, the new state remains as `state.new.pt` or `state.pt`. The function
+`load_state` finds the newest complete state. If the process is killed after step 3,
+`last.safetensors` may be older than the state. After the last step of the run, `state.previous.pt`
+is deleted.
 
 `epochNNNN.safetensors` contains the encoder after epoch NNNN, for the epochs that
 `train.keep_epochs` and `train.keep_every` select. `pretrain/train.py` writes the other files:
@@ -58,14 +59,14 @@ _START_AGAIN = ("--overwrite", "or", "--out", "{folder}")
 class Saver:
     """A background thread that writes the checkpoints of a run while training continues.
 
-    It writes one file after the other: training states (all that a resumed run needs) and encoders.
+    The thread writes training states (all that a resumed run needs) and encoders, one file at a
+    time.
 
-    A process that exits waits for this thread, because torch aborts the process if a thread is
-    stopped while it runs torch code.
+    Before the process exits, it waits for this thread, because torch aborts a process if a thread
+    is stopped while running torch code.
 
     Attributes:
-        saved_step: Number of steps of the last training state that was saved, or with which the
-            run was resumed.
+        saved_step: Number of completed steps in the last training state that was saved or loaded.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,17 +82,17 @@ class Saver:
         metadata: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """Copy a training state to CPU memory, and let the thread save it and the encoder.
+        """Copy a training state to CPU memory, and queue state and encoder for saving.
 
-        The new files replace the last saved state and encoder. The caller waits for the copy, but
-        not for the disk. Weights that are not finite are not saved, because they would replace the
-        last usable ones. A message then says so.
+        The new files replace the last saved state and encoder. The method returns after the copy,
+        before the files are written. Weights that are not finite are not saved, because they would
+        replace the last usable weights. Instead, a message is printed.
 
         Args:
             state: State of the run. `state["learner"]` contains the weights of all networks.
-            encoder: A copy of the encoder in host memory, as `copy_to_host` returns it.
+            encoder: A copy of the encoder in CPU memory, made by `copy_to_host`.
             metadata: Metadata of the encoder's file.
-            say: Function that prints a message. The thread calls it.
+            say: Function that the background thread calls to print a message.
         """
         state = copy_to_host(state)
 
@@ -114,14 +115,14 @@ class Saver:
     ) -> None:
         """Save the encoder after an epoch to its own file, such as `epoch0100.safetensors`.
 
-        The background thread writes the file. Later epochs do not replace it. Weights that are not
-        finite are not saved, and a message says so.
+        The background thread writes the file, which later epochs do not replace. If the weights are
+        not finite, a message is printed and no file is written.
 
         Args:
             epoch: Number of epochs that the run has completed.
-            encoder: A copy of the encoder in host memory, as `copy_to_host` returns it.
+            encoder: A copy of the encoder in CPU memory, made by `copy_to_host`.
             metadata: Metadata of the encoder's file.
-            say: Function that prints a message. The thread calls it.
+            say: Function that the background thread calls to print a message.
         """
         name = epoch_file_name(epoch)
 
@@ -137,19 +138,19 @@ class Saver:
     def submit(self, name: str, work: Callable[[], None]) -> None:
         """Queue a job for the background thread, which runs jobs one after the other.
 
-        If a job of the same name is still waiting, it is cancelled. A slow disk therefore writes
-        only the newest state, not all states that have been queued.
+        A waiting job with the same name is cancelled. On a slow disk, therefore, only the newest of
+        several queued states is written.
 
         Args:
             name: Name of the file that the job writes.
-            work: Function that writes the file. It may only use data that the training loop does
-                not change.
+            work: Function that writes the file. The function must not use data that the training
+                loop changes.
         """
         others = [(n, job) for n, job in self._jobs if n != name or not job.cancel()]
         self._jobs = [*others, (name, self._thread.submit(work))]
 
     def check(self) -> None:
-        """Raise the error that occurred while the thread wrote a file, if there is one."""
+        """Raise the error that occurred while the thread wrote a file, if any."""
         finished = [job for _, job in self._jobs if job.done()]
         self._jobs = [(name, job) for name, job in self._jobs if job not in finished]
         for error in (job.exception() for job in finished):
@@ -164,8 +165,8 @@ class Saver:
     def close(self) -> None:
         """Wait until all queued files are written, and end the background thread.
 
-        If Ctrl-C is pressed meanwhile, only the file that is being written is completed. The files
-        that still wait are not written.
+        If Ctrl-C is pressed during the wait, only the file that is being written is completed, and
+        all other queued files are discarded.
         """
         try:
             self._thread.shutdown()
@@ -182,8 +183,8 @@ def copy_to_host(value: T, tensors: Iterable[Tensor] | None = None) -> T:
 
     Args:
         value: Nested dictionaries, lists and tuples that contain tensors, or any other object.
-        tensors: All tensors in `value`. They are found automatically in dictionaries, lists and
-            tuples, but must be given for other objects.
+        tensors: All tensors in `value`. The argument is optional if `value` consists of
+            dictionaries, lists and tuples.
     """
     if tensors is None:
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -210,15 +211,16 @@ def copy_to_host(value: T, tensors: Iterable[Tensor] | None = None) -> T:
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Save the training state of a run as `state.pt`.
 
-    An existing `state.pt` is renamed to `state.previous.pt`. An older `state.previous.pt` is lost.
+    An existing `state.pt` is renamed to `state.previous.pt`, which replaces an older
+    `state.previous.pt`.
 
     Args:
         folder: The run folder.
-        state: Tensors, numbers, strings, and containers of them. Other types could only be loaded
-            by running code from the file.
+        state: Tensors, numbers, strings, and containers of these types. Other types could only be
+            loaded by running code from the file.
 
     Raises:
-        MachineError: The folder cannot be written or the disk is full. Older states are kept.
+        MachineError: The folder cannot be written or the disk is full. Older saved states are kept.
     """
     new, current = folder / _NEW, folder / STATE
     write_atomically(new, lambda file: _write({**_FORMAT, **state}, file))
@@ -252,14 +254,14 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path]:
-    """Load the newest complete training state of a run. Return it and the path of its file.
+    """Return the newest complete training state of a run, and the path of its file.
 
-    A state is complete if its SHA-256 is in `state.pt.sha256`. If this file is missing or empty, a
-    state is complete if it matches the checksums that torch has stored in it.
+    A state counts as complete if its SHA-256 is in `state.pt.sha256`. If `state.pt.sha256` is
+    missing or empty, the checksums that torch stores within a state file are compared instead.
 
     Raises:
         CheckpointError: No state is complete, or the newest complete state has another format. The
-            returned dictionary also raises this error when the caller reads a missing key.
+            returned dictionary raises the same error when a missing key is read.
     """
     problems, digests = [], {digest for digest, _ in read_digests(folder / _DIGESTS)}
     for path in (folder / name for name in _CANDIDATES):
@@ -313,7 +315,7 @@ def _read(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 class _State(dict[str, Any]):
-    """A loaded training state. Reading a key that it lacks raises a CheckpointError."""
+    """A loaded training state, which raises a CheckpointError when a missing key is read."""
 
     def __init__(self, parts: Mapping[str, Any], path: Path) -> None:
         super().__init__(parts)
@@ -340,10 +342,10 @@ def prepare_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
 
     Args:
         folder: The run folder.
-        resume: Whether the run in the folder is continued. Its files are then kept, even if
-            `overwrite` is true.
-        overwrite: Whether the files that a run writes are deleted. Other files are kept, including
-            the folders of TensorBoard and Weights & Biases.
+        resume: Whether the run in the folder is continued. The files of a continued run are kept,
+            even if `overwrite` is true.
+        overwrite: Whether the files of the previous run are deleted. All other files in the folder
+            are kept, including the folders of TensorBoard and Weights & Biases.
 
     Raises:
         ConfigurationError: The folder contains a run, and neither `resume` nor `overwrite` is true.
@@ -369,7 +371,7 @@ def require_no_run(folder: Path) -> None:
 def _list_files(folder: Path) -> list[Path]:
     """Return the paths of a run's configuration, log, encoders and SHA-256 files.
 
-    Some of the files may not exist.
+    Some of these files may not exist.
     """
     kept = [path for path in folder.glob("*") if parse_epoch(path) is not None]
     encoders = [folder / ENCODER, *kept]

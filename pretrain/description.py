@@ -1,4 +1,4 @@
-"""Describe a run as plain values, and find the settings that have changed when it is resumed."""
+"""Describe the settings of a run, and find settings that have changed when a run is resumed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -55,14 +55,13 @@ def describe(component: Any) -> Any:
 def update_description(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
     """Update the description of a run component that an older version of ssl-bench wrote.
 
-    A missing field gets its default, because older versions behaved like the default. Old names of
-    classes and fields are replaced by their current names. If the description belongs to another
-    class, it is returned unchanged.
+    A field that the older version did not have gets its default value, which corresponds to the
+    behaviour of older versions. Old names of classes and fields are replaced by their current
+    names. A description of another class is returned unchanged.
 
     Args:
-        older: Description of the component, as `describe` returned it in an older version.
-        component: The component of the current run, which has the current fields and their
-            defaults.
+        older: Description of the component, made by `describe` in an older version.
+        component: The corresponding component of the current run, with the current fields.
     """
     updated, target = dict(older), _get_target(component)
     if str(updated.get("_target_")).rpartition(".")[2] != target.rpartition(".")[2]:
@@ -89,10 +88,10 @@ def _get_target(component: Any) -> str:
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare a saved and a current description of a run. Return the settings that have changed.
+    """Return the settings that differ between a saved and a current description of a run.
 
-    Settings that do not affect the weights are ignored. A changed setting is a string such as
-    "train.seed: 3 -> 4".
+    Settings that do not affect the weights are ignored. Each difference is returned as a string,
+    such as "train.seed: 3 -> 4".
     """
     old, new = _flatten(before), _flatten(now)
     return [

@@ -1,4 +1,4 @@
-"""Connect the processes that `torchrun` starts to train one model."""
+"""Connect the processes of `torchrun`, which train one model together."""
 
 import os
 from collections.abc import Callable, Generator
@@ -27,25 +27,26 @@ _BUFFER_OPTION = _NEW_OPTION if _has_new_option else _OLD_OPTION
 
 
 class LostProcess(MachineError):
-    """Raised if another process of a distributed run has ended, or does not answer.
+    """Error for a distributed run in which another process has ended or does not answer.
 
-    The remaining processes can no longer exchange anything. Each of them raises this error.
+    All remaining processes raise this error, because they can no longer exchange data.
     """
 
 
 @dataclass(frozen=True)
 class TrainingRanks:
-    """The processes that train together and share every batch, as seen from this process.
+    """The processes that train together and share every batch, and the rank of this process.
 
     Each process has its own device. If a process raises an error inside `synchronize_errors`, all
-    processes raise an error. Otherwise they would wait forever for the process that has ended.
+    processes raise an error. Otherwise, the other processes would wait forever for the failed
+    process.
 
     Attributes:
         device: Device of this process.
         rank: Rank of this process, from 0.
-        world_size: Number of processes.
-        group: Process group for values in CPU memory, with a timeout of one day. It is None if
-            there is only one process.
+        world_size: Number of processes that train together.
+        group: Process group for values in CPU memory with a timeout of one day, or None if there is
+            only one process.
     """
 
     device: torch.device
@@ -78,20 +79,20 @@ class TrainingRanks:
         return values
 
     def raise_on_all(self, error: Exception | None = None) -> None:
-        """Raise an error in all processes if at least one process calls this with an error.
+        """Raise an error in all processes if at least one process passes an error to this method.
 
         All processes must call this method the same number of times, because they exchange their
-        errors. A `LostProcess` is raised at once, because no exchange is possible any more. An
-        error whose attribute `is_raised_on_all_ranks` is true is raised at once, because all
-        processes already have an error.
+        errors. A `LostProcess` is raised without an exchange, because another process can no longer
+        answer. An error whose attribute `is_raised_on_all_ranks` is true is raised without an
+        exchange, because all processes already have an error.
 
         Args:
             error: Error of this process, or None.
 
         Raises:
-            Exception: `error` itself, if this is the only process. If there are several processes,
-                any error other than an `SslBenchError` becomes a `MachineError`. A process without
-                an error raises the error of the lowest rank that has one.
+            Exception: The unchanged `error`, if there is only one process. If there are several
+                processes, any error other than an `SslBenchError` becomes a `MachineError`. A
+                process without an error raises the error of the lowest failed rank.
         """
         is_everywhere = getattr(error, "is_raised_on_all_ranks", False)
         if self.world_size > 1 and not (is_everywhere or isinstance(error, LostProcess)):
@@ -118,9 +119,9 @@ class TrainingRanks:
 
     @contextmanager
     def synchronize_errors(self) -> Generator[None]:
-        """Raise an error in all processes if one of them raises an error inside the `with` block.
+        """Raise an error in all processes if one process raises an error inside the `with` block.
 
-        The error is raised at the end of the block.
+        The other processes raise the error at the end of the block.
         """
         try:
             yield
@@ -132,8 +133,8 @@ class TrainingRanks:
     def compute_on_main(self, compute: Callable[[], T]) -> T:
         """Call a function in the process of rank 0, and return its result in all processes.
 
-        The other processes wait for up to one day. An error of the function is raised in all
-        processes.
+        The other processes wait for the result for up to one day. An error of the function is
+        raised in all processes.
         """
         results: list[T | None] = [None]
         with self.synchronize_errors():
@@ -147,7 +148,7 @@ class TrainingRanks:
     def all_gather(self, value: T) -> list[T]:
         """Collect one value from each process. Return the values, ordered by rank.
 
-        The values are pickled and sent to every process, so they should be small.
+        The values should be small, because they are pickled and sent to every process.
         """
         if self.world_size == 1:
             return [value]
@@ -194,7 +195,7 @@ def init_distributed(device: torch.device, timeout: timedelta) -> Generator[Trai
 
 @contextmanager
 def _explain_lost_process() -> Generator[None]:
-    """Inside a `with` block, convert torch's error about a lost connection to a LostProcess."""
+    """Inside a `with` block, replace torch's error for a lost connection by a `LostProcess`."""
     try:
         yield
     except RuntimeError as error:
@@ -204,7 +205,7 @@ def _explain_lost_process() -> Generator[None]:
 def lost_process_error(error: RuntimeError) -> LostProcess:
     """Return the error for a lost connection to another process.
 
-    Its message contains the first sentence of torch's error.
+    The message contains the first sentence of torch's error.
     """
     reason = str(error).strip().partition("\n")[0].partition(". ")[0]
     # Without a saved state, `--resume` starts the run again.

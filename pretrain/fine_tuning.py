@@ -31,8 +31,8 @@ def load_initial_weights(
 ) -> str:
     """Copy the weights of a checkpoint into the encoders of a new run.
 
-    If the image size differs, learned position embeddings are resized. Fixed position embeddings
-    are not copied.
+    Learned position embeddings are resized if the run has another image size than the checkpoint.
+    Fixed (sinusoidal) position embeddings are not copied.
 
     Args:
         address: Address of the checkpoint, in the form that `load_encoder` accepts.
@@ -74,11 +74,11 @@ def find_initial_sha256(address: str, saved: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the checkpoint whose weights a resumed run originally started from.
 
     If the checkpoint no longer exists, its SHA-256 is read from the saved state of the run. The
-    checkpoint itself is not needed, because a resumed run loads its weights from its own state.
+    checkpoint itself is not needed, because a resumed run loads its weights from the saved state.
 
     Args:
         address: Address of the checkpoint in the current command.
-        saved: Description of the run that is stored in its saved state.
+        saved: Description of the run in its saved state.
 
     Raises:
         CheckpointError: There is no checkpoint at the address, and the state contains no SHA-256

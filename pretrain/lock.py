@@ -1,12 +1,12 @@
 """Lock a run folder, so that only one process at a time writes to it.
 
 The lock is a POSIX record lock (`fcntl.lockf`) on a file in the folder. The operating system
-releases it when the process ends, even if it is killed. A forked child does not inherit it, so data
-workers that outlive a killed run do not keep the folder locked. With `fcntl.flock`, which the
-package filelock uses, they would keep it locked.
+releases the lock when the process ends, even if the process is killed. A forked child does not
+inherit the lock, so data workers that outlive a killed run do not keep the folder locked. A lock by
+`fcntl.flock`, which the package filelock uses, would be inherited.
 
-A process loses a record lock as soon as it closes any descriptor of the file. No other code may
-therefore open the lock file.
+A process loses a record lock as soon as it closes any descriptor of the file. Therefore, no other
+code may open the lock file.
 """
 
 import os
@@ -35,7 +35,7 @@ _MAX_COMMAND, _MAX_BYTES = 200, 4096
 def lock_folder(folder: Path) -> Generator[None]:
     """Lock a folder for this process inside a `with` block, and create the folder if necessary.
 
-    At the end of the block, the lock file is deleted. The folder is deleted, too, if it is empty.
+    At the end of the block, the lock file is deleted. An empty folder is deleted, too.
 
     Raises:
         ConfigurationError: Another process, which the message describes, has locked the folder.

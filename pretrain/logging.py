@@ -1,4 +1,4 @@
-"""Log the steps of a run, show its progress, time it, and stop it if it does not learn."""
+"""Log the steps of a run, show its progress, time the steps, and stop runs that do not learn."""
 
 import json
 import math
@@ -42,17 +42,15 @@ class StepReporter:
     """A reporter that logs the metrics of each training step, and stops runs that do not learn.
 
     Metrics are averaged over the processes. On a GPU, the metrics of a step are read after the next
-    step has been launched. The CPU therefore never waits for the step that it has just launched.
+    step has been launched. The CPU therefore never waits for a step that has just been launched.
 
     Args:
-        log: Log of the run in the process of rank 0. None in the other processes.
-        options: Training options of the run.
-        timeline: Planned length of the run.
+        log: Log of the run in the process of rank 0, and None in all other processes.
         ranks: Processes that share every batch.
         diagnose: Function that returns an error if a row of the log shows that the run does not
             learn, and None otherwise.
         done: Number of steps that the run completed before it was resumed.
-        started: Start of the command, as returned by `time.monotonic`.
+        started: Start time of the command, on the clock of `time.monotonic`.
 
     Attributes:
         should_stop: Whether a process wants to stop the run. The value changes after the same step
@@ -92,7 +90,7 @@ class StepReporter:
     def add(
         self, row: Mapping[str, Any], metrics: Mapping[str, Tensor], *, stop: bool, save: bool
     ) -> None:
-        """Add a step to the queue of rows that `write_rows` writes to the log.
+        """Queue the metrics of a step, which `write_rows` writes to the log.
 
         Args:
             row: Values that are known on the CPU, such as the learning rate.
@@ -118,7 +116,8 @@ class StepReporter:
         computed.
 
         Args:
-            everything: Write all queued rows. On a GPU, this waits for the newest step.
+            everything: Whether to write all queued rows. On a GPU, writing all rows waits for the
+                newest step.
 
         Raises:
             ConfigurationError: The run no longer learns.
@@ -141,7 +140,7 @@ class StepReporter:
     def _require_learning(self, row: Mapping[str, Any]) -> None:
         """Raise a ConfigurationError if too many consecutive steps were unsuccessful.
 
-        These are `train.non_finite_patience` steps whose loss or gradient is not finite, or
+        The limits are `train.non_finite_patience` steps whose loss or gradient is not finite, and
         `train.collapse_patience` steps after the warm-up for which `diagnose` returns an error.
         """
         options = self._options
@@ -181,7 +180,7 @@ class LogFile:
         path: Path of `log.jsonl`. Rows of an interrupted run up to step `last_step` are kept.
         last_step: Number of steps in the checkpoint that the run continues from. Rows of later
             steps are deleted, because the run repeats these steps.
-        trackers: Trackers that receive every row. They are closed together with the file.
+        trackers: Trackers that receive every row. The trackers are closed together with the log.
     """
 
     def __init__(self, path: Path, *, last_step: int, trackers: Sequence[Tracker] = ()) -> None:
@@ -200,7 +199,7 @@ class LogFile:
         self._file: TextIO = path.open("a", buffering=1)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row of metrics. Numbers that are not finite become null.
+        """Append a row of metrics. Numbers that are not finite are stored as null.
 
         Raises:
             MachineError: The file cannot be written.
@@ -226,12 +225,12 @@ class LogFile:
 
 
 class ProgressBar:
-    """A progress bar in a terminal, or a line of text from time to time if there is no terminal.
+    """A progress bar in a terminal, or occasional lines of text if the output is not a terminal.
 
     Args:
         total: Number of steps of the run.
         done: Number of steps that the run completed before it was resumed.
-        quiet: Print nothing.
+        quiet: Whether to print nothing.
         stop_time: Time at which the run stops early, on the clock of `time.monotonic`.
     """
 
@@ -245,7 +244,7 @@ class ProgressBar:
         self._waits: list[float] = []
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """Show the loss, the speed and the remaining time after a step, given its log row."""
+        """Show loss, speed and remaining time of the run, given the log row of a step."""
         speed = row["images_per_second"]
         metrics = (
             f"loss {row['loss']:.3f}  {speed:.{0 if speed >= 10 else 1}f} images/s  "
@@ -295,7 +294,7 @@ class ProgressBar:
 
 
 class Clock:
-    """A clock that measures how long each step takes, and for how long it waits for data.
+    """A clock that measures the duration of each step and the time spent waiting for data.
 
     All times are values of `time.monotonic`.
 
@@ -311,7 +310,7 @@ class Clock:
 
     @contextmanager
     def count_waiting(self) -> Generator[None]:
-        """Count the duration of a `with` block as time that the step waited for data."""
+        """Count the duration of a `with` block as time spent waiting for data."""
         start = time.monotonic()
         yield
         self._waited += time.monotonic() - start
@@ -320,8 +319,8 @@ class Clock:
         """End the timing of the current step.
 
         Returns:
-            The seconds since the previous step ended, and the part of them that was spent waiting
-            for data.
+            The seconds since the end of the previous step, and how many of these seconds were spent
+            waiting for data.
         """
         now = time.monotonic()
         seconds, waited = now - self._step_start, self._waited
@@ -329,5 +328,5 @@ class Clock:
         return max(seconds, 1e-9), waited
 
     def restart(self) -> None:
-        """Start the timing of the next step now, so that the time until now is not counted."""
+        """Start timing the next step now, so that earlier time does not count as its duration."""
         self._step_start = self.training_start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Find a larger `train.accumulation` that fits into memory, after a step ran out of memory."""
+"""After a step ran out of memory, find a value of `train.accumulation` that needs less memory."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ _MAX_REASON = 200
 
 
 class OutOfMemory(MachineError):
-    """Error for a training step that ran out of memory. Its hint recommends other settings."""
+    """Error for a training step that ran out of memory. The hint recommends other settings."""
 
 
 def out_of_memory_error(
@@ -23,14 +23,15 @@ def out_of_memory_error(
 ) -> OutOfMemory:
     """Return an out-of-memory error that recommends settings which need less memory.
 
-    To find these settings, the function trains on smaller and smaller micro-batches of blank images
-    until one fits into memory. This changes the weights, so the run must not be saved afterwards.
+    To find settings that need less memory, the function trains on smaller and smaller micro-batches
+    of blank images until one fits into memory. These training steps change the weights, so the run
+    must not be saved afterwards.
 
     Args:
         reason: Message of torch's error.
         step: Number of the step that ran out of memory, from 0.
         plan: The configuration of the run.
-        trainer: The trainer of the run, which has the networks and the optimizer.
+        trainer: The trainer of the run.
         has_state: Whether the run folder contains a saved state, which must not be overwritten.
     """
     crops, options, ranks = plan.objective.crops, plan.train, trainer.ranks
@@ -69,18 +70,17 @@ def out_of_memory_error(
 def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool]) -> int | None:
     """Find a larger value of `train.accumulation` with which each micro-batch fits into memory.
 
-    Larger and larger values are tried until one fits. Each value divides the images equally. It is
-    at least twice the previous one.
+    The function tries larger and larger values, each at least twice the previous value. Each value
+    divides the images into micro-batches of equal size.
 
     Args:
         images: Number of images that one process computes in a step.
-        accumulation: Current number of micro-batches, which needs too much memory. It divides
-            `images`.
-        fits: Function that returns whether a micro-batch with this number of images fits into
-            memory.
+        accumulation: Current number of micro-batches, with which a step needs too much memory.
+            `images` must be a multiple of this number.
+        fits: Function that returns whether a micro-batch of a given size fits into memory.
 
     Returns:
-        The value that fits, or None if not even a micro-batch of a single image fits.
+        The found value, or None if not even a micro-batch of a single image fits into memory.
     """
     while accumulation < images:
         least = min(2 * accumulation, images)

@@ -1,7 +1,6 @@
 """Evaluate the encoder of a run on labelled images every few epochs.
 
-The accuracy of a finished supervised run can also be stored as result records, in the same format
-as the results of probes.
+The accuracy of a finished supervised run can also be stored in JSON files (result records).
 """
 
 import math
@@ -66,31 +65,33 @@ _LOCATIONS = frozenset({"data", "monitor", "init_from"})
 
 @dataclass(frozen=True)
 class Monitor:
-    """Options of the evaluation during a training run. By default nothing is evaluated.
+    """Options for evaluating the encoder during training. By default, nothing is evaluated.
 
     Attributes:
-        root: Folder with `train/CLASS/IMAGE` and `val/CLASS/IMAGE`, with `CLASS/IMAGE`, or
-            with `train/*.tar` and `val/*.tar`. The default is `data.root`.
-        train_split: Split of the training images. The default is `train`.
-        val_split: Split of the validation images. The default is `val`, or `test` if there is no
-            `val`.
-        known_only: Leave out validation images of classes that the training split lacks. Otherwise
-            such images are an error.
-        knn_epochs: Number of epochs between two k-NN evaluations, which log `knn_top1` in percent.
-            The nearest training images of a validation image vote for its class. The encoder is
-            also evaluated after the last step.
-        accuracy_epochs: Number of epochs between two evaluations of the head of a supervised run,
-            which log `val_top1` in percent. With at least six classes, `val_top5` is the percentage
-            of images whose class is among the five most likely classes. `val_loss` is the
-            cross-entropy without label smoothing. The head is also evaluated after the last step.
-        results: Folder where the last `val_top1` and `val_top5` are stored as result records,
-            the JSON files from which tables are made.
+        root: Folder of labelled images: `train/CLASS/IMAGE` and `val/CLASS/IMAGE`, or
+            `CLASS/IMAGE`, or `train/*.tar` and `val/*.tar`. The default is `data.root`.
+        train_split: Name of the split with the training images. The default is `train`.
+        val_split: Name of the split with the validation images. The default is `val`, or `test` if
+            there is no `val`.
+        known_only: Whether to leave out validation images whose class does not occur in the
+            training split. By default, images of unknown classes raise an error.
+        knn_epochs: Number of epochs between two k-NN evaluations, whose accuracy is logged as
+            `knn_top1` in percent. The nearest training images of a validation image vote for its
+            class. The encoder is also evaluated after the last step.
+        accuracy_epochs: Number of epochs between two evaluations of a supervised run's head, whose
+            accuracy is logged as `val_top1` in percent. For six or more classes, the top-5 accuracy
+            is also logged as `val_top5`. `val_loss` is the cross-entropy without label smoothing.
+            The head is also evaluated after the last step.
+        results: Folder where the final `val_top1` and `val_top5` are stored in JSON files (result
+            records), from which tables are made.
         neighbours: Number of training images that vote for the class of a validation image.
         temperature: A neighbour votes with the weight exp(cosine similarity / temperature).
         train_images: Maximum number of training images from which neighbours are chosen. All
-            evaluations use the same random subset.
-        val_images: Maximum number of validation images. All evaluations use the same random subset.
-        crop_share: Side of the central square crop, relative to the shorter side of the image.
+            evaluations use the same random subset of images.
+        val_images: Maximum number of validation images. All evaluations use the same random subset
+            of images.
+        crop_share: Side length of the central square crop, as a fraction of the image's shorter
+            side.
         batch_size: Number of images in a forward pass of the encoder.
     """
 
@@ -122,13 +123,13 @@ class Monitor:
     ) -> "Evaluator | None":
         """Find the labelled images, and return an object that evaluates the encoder during a run.
 
-        No image is decoded. The result is None if neither k-NN nor the head is to be evaluated.
+        No image is decoded. The result is None if both `knn_epochs` and `accuracy_epochs` are None.
 
         Args:
             learner: Learner of the run.
             timeline: Planned length of the run.
-            data: Data options of the run. Two of them also apply to the labelled images:
-                `fingerprint` (how files are identified) and `bits` (of 16-bit images).
+            data: Data options of the run. The options `fingerprint` (identification of files) and
+                `bits` (for 16-bit images) also apply to the labelled images.
             images: Images that the run trains on.
 
         Raises:
@@ -207,7 +208,7 @@ class Monitor:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator(PeriodicEvaluation):
-    """A periodic evaluation of the encoder and the head during training, on labelled images.
+    """A periodic evaluation of the encoder and its classification head during training.
 
     The evaluation draws no random numbers and does not change the learner. A run therefore gives
     the same weights with and without the evaluation.
@@ -215,11 +216,10 @@ class Evaluator(PeriodicEvaluation):
     Attributes:
         options: Options that determine which images are evaluated and after which epochs.
         learner: Networks of the run, which the evaluation does not change.
-        timeline: Planned length of the run.
         normalization: Mean and standard deviation that the run uses to normalise its images.
         train: Training images of the k-NN classifier.
-        val: Validation images that are scored.
-        all_val: All images of the validation split. `val` is a random subset of them.
+        val: Validation images on which the accuracy is computed.
+        all_val: All images of the validation split. `val` is a random subset of these images.
         root: Folder of the images.
         num_shared_files: Number of validation images that are also training images.
     """
@@ -239,7 +239,7 @@ class Evaluator(PeriodicEvaluation):
     def measure_if_due(self, step: int) -> dict[str, float]:
         """Compute the metrics that are due after a step. Accuracies are in percent.
 
-        A metric is NaN if the encoder or the head gives values that are not finite.
+        A metric is NaN if the encoder or the head outputs values that are not finite.
 
         Args:
             step: Number of steps that the run has completed.
@@ -267,20 +267,20 @@ class Evaluator(PeriodicEvaluation):
     ) -> list[Path]:
         """Evaluate the head of a supervised run, and store its accuracy as result records.
 
-        A result record is a JSON file with one score, as probes write it. The name of the image
-        folder is stored as the name of the dataset. Tables show the accuracy next to the scores of
-        a probe only if both have the same dataset name.
+        A result record is a JSON file with one score. The name of the image folder is stored as the
+        name of the dataset. A table shows the accuracy next to a probe's scores only if both
+        records have the same dataset name.
 
         Args:
-            results: Folder for the records. Several runs may share it.
+            results: Folder for the records. Several runs may use the same folder.
             weights: Weights file of the encoder.
-            description: Settings of the run, as stored in its state.
+            description: Settings of the run, from its saved state.
             trained_on: Images that the run was trained on.
             left_out: Ids of the training images that could not be read.
 
         Returns:
-            Paths of the records of top-1 and top-5 accuracy. The list is empty if the head gives
-            values that are not finite.
+            Paths of the records with the top-1 and top-5 accuracy. The list is empty if the head
+            outputs values that are not finite.
 
         Raises:
             DataError: An image cannot be read.
@@ -345,9 +345,8 @@ class Evaluator(PeriodicEvaluation):
         """Classify the validation images by their logits.
 
         Returns:
-            For each k, whether the true class of each image is among the k most likely classes, or
-            None if a logit is not finite. The values of k are 1, and 5 if there are at least six
-            classes.
+            For k = 1 and, with six or more classes, k = 5: whether the true class of each image is
+            among the k most likely classes. All values are None if a logit is not finite.
         """
         is_finite = bool(logits.features.isfinite().all())
         ranks = rank_true_classes(logits.features, logits.labels)
@@ -378,7 +377,7 @@ class Evaluator(PeriodicEvaluation):
     ) -> LabelledFeatures:
         """Apply a network to the central crop of each image. Return the outputs and the labels.
 
-        `compute` returns one vector for each crop of a normalised batch.
+        `compute` receives a batch of normalised crops and returns one vector for each crop.
         """
         device = next(self.learner.parameters()).device
         size, crop_share = self.learner.encoder.config.image_size, self.options.crop_share
@@ -412,7 +411,7 @@ def _draw_subset(images: ImageSet, max_images: int) -> ImageSet:
 def rank_true_classes(
     logits: Float[Tensor, "images classes"], labels: Int64[Tensor, " images"]
 ) -> Int64[Tensor, " images"]:
-    """For each image, return how many classes the classifier ranks above the true class.
+    """Return for each image the number of classes that rank above the true class.
 
     If classes have equal logits, the class with the lower index ranks higher.
     """
@@ -421,7 +420,7 @@ def rank_true_classes(
 
 
 def _compute_percentage(is_correct: Bool[Tensor, " images"] | None) -> float:
-    """Return the percentage of images that are correct, or NaN if `is_correct` is None."""
+    """Return the percentage of correctly classified images, or NaN if `is_correct` is None."""
     return math.nan if is_correct is None else 100 * to_float64(is_correct).mean().item()
 
 
@@ -431,7 +430,7 @@ def describe_recipe(description: Mapping[str, Any], timeline: Timeline) -> str:
     An example is "100 epochs, batch 512, AdamW at 0.001".
 
     Args:
-        description: Settings of the run, as stored in its state.
+        description: Settings of the run, from its saved state.
         timeline: Planned length of the run.
     """
     train, optimizer = description["train"], description["optimizer"]

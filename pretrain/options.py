@@ -50,29 +50,29 @@ class DataOptions:
     """Options for the images that a run trains on.
 
     Attributes:
-        root: Folder of images, or tar files of WebDataset such as `shards/{000..099}.tar`. Images
-            in subfolders are included. Tar files are given as one file, as a folder of them, or as
-            a pattern. By default, toy scenes (images of textured objects) are generated.
-        image_size: Side length in pixels of the crops that the encoder receives (with DINO, of the
-            global crops). The encoder is built for this size. The default is the image size of the
+        root: Folder of images, including its subfolders, or WebDataset tar files such as
+            `shards/{000..099}.tar`. Tar files can be given as one file, a folder, or a pattern. By
+            default, the run generates toy scenes (images of textured objects).
+        image_size: Side length in pixels of the encoder's input images (for DINO, of the global
+            crops). The encoder is built for this image size. The default is the image size of the
             model.
         in_memory: Decode all images once and keep them in memory.
-        on_bad_image: With "skip", an image that cannot be read is replaced by the next readable
-            one. When the next checkpoint is saved, a message lists the images that were left out.
-            With "fail", the run stops.
-        labels: Whether images have classes. A folder then contains `train/CLASS/IMAGE` or
-            `CLASS/IMAGE`, and tar files contain class numbers in `KEY.cls`. The default depends on
-            the objective.
-        fingerprint: How a resumed run checks that its images are unchanged. "content" reads every
-            file once. "stat" compares only sizes and modification times.
+        on_bad_image: How to handle an unreadable image: "fail" stops the run, and "skip" uses the
+            next readable image instead. When the next checkpoint is saved, a message lists the
+            skipped images.
+        labels: Whether images have class labels. A labelled folder contains `train/CLASS/IMAGE` or
+            `CLASS/IMAGE`, and labelled tar files contain class numbers in `KEY.cls`. The default
+            depends on the objective.
+        fingerprint: How a resumed run checks that its images are unchanged. With "content", every
+            file is read once. With "stat", only file sizes and modification times are compared.
         bits: Number of significant bits of 16-bit images, such as 12, for files that do not state
             this number.
-        allow_overlap: Allow the monitor (evaluation during training) to score images that are also
-            training images of its k-NN classifier or of the supervised run.
-        limit: Maximum number of images, chosen at even intervals from the whole set.
+        allow_overlap: Whether the monitor (evaluation during training) may use validation images
+            that are also training images of its k-NN classifier or of the supervised run.
+        limit: Maximum number of images. From a larger set, images at even intervals are selected.
         mean: RGB mean in [0, 1] that is subtracted from images before they are divided by `std`.
-            With a mean of 0 and a standard deviation of 1, images stay in [0, 1]. RandAugment
-            always fills empty areas with the mean of ImageNet.
+            With a mean of 0 and a standard deviation of 1, pixel values stay in [0, 1]. RandAugment
+            always fills empty areas with the mean colour of ImageNet.
         std: RGB standard deviation in (0, 1].
     """
 
@@ -97,7 +97,7 @@ class DataOptions:
 
     @property
     def normalization(self) -> Normalization:
-        """Return `mean` and `std` as a pair. Each of them consists of three floats."""
+        """Return the pair of `mean` and `std`, with three floats each."""
         (a, b, c), (d, e, f) = (map(float, values) for values in (self.mean, self.std))
         return (a, b, c), (d, e, f)
 
@@ -106,8 +106,8 @@ class DataOptions:
 
         Raises:
             DataError: There are no images.
-            ConfigurationError: Labels are required, but without `root` the images are generated toy
-                scenes, which have no labels.
+            ConfigurationError: Labels are required, but `root` is not set, and generated toy scenes
+                have no labels.
         """
         if self.labels and self.root is None:
             raise ConfigurationError(
@@ -132,8 +132,8 @@ class DataOptions:
     def describe_unreadable_images(self, images: ImageSet) -> str:
         """Return a message about training images that cannot be read, or an empty string.
 
-        All images are read to find out. This takes long, so the message is empty for sets of more
-        than 2,000 images. It is also empty for the generated toy scenes.
+        The check reads all images, which takes long. For more than 2,000 images, and for generated
+        toy scenes, nothing is checked and the message is empty.
         """
         if self.root is None or len(images) > _MAX_CHECKED_IMAGES:
             return ""
@@ -151,28 +151,30 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Length, speed and numerics of a training run. The defaults are DINO's for 300 epochs.
+    """Length, speed and numerics of a training run. The defaults are DINO's values for 300 epochs.
 
     Attributes:
         epochs: Length of the run in epochs.
-        max_steps: Maximum length of the run in optimizer steps. All schedules end with the run.
-        max_minutes: Save and stop after this time in minutes, counted from the start of the
-            command. The schedules do not depend on it, and `--resume` continues the run.
+        max_steps: Maximum length of the run in optimizer steps. All schedules end at the last step.
+        max_minutes: Time in minutes, from the start of the command, after which the run is saved
+            and stopped. The time limit does not affect the schedules, and `--resume` continues the
+            run.
         batch_size: Number of images in an optimizer step, over all processes and micro-batches. The
-            default is 64, or, for small sets, the largest power of two that gives at least four
-            steps per epoch.
+            default is 64 or, for small datasets, the largest power of two with at least four steps
+            per epoch.
         accumulation: Number of micro-batches into which each process divides its images of a batch
-            to save memory. Their gradients are averaged.
+            to save memory. The gradients of the micro-batches are averaged.
         repeats: Number of times that an image occurs in an epoch, each time with another crop
-            (repeated augmentation). An epoch keeps its number of steps, so it contains fewer
-            different images. The crops of an image are consecutive in the batch. DeiT uses 3.
+            (repeated augmentation). Repeats do not change the number of steps in an epoch, so an
+            epoch contains fewer different images. The crops of an image are consecutive in the
+            batch. DeiT uses 3 repeats.
         num_workers: Number of data workers that read and crop images for each training process.
-            With 0, the training process reads them itself. On a GPU, the default divides the usable
-            CPU cores among the processes of the machine, with at most 16 workers for each. On a
+            With 0, the training process reads and crops images itself. On a GPU, the default is the
+            number of usable CPU cores per training process of the machine, but at most 16. On a
             CPU, the default is 0.
-        shared_memory_gib: Maximum use of /dev/shm by all data workers of a machine. It is limited
-            to half of the free space. If a micro-batch does not fit, data workers pass it in
-            smaller pieces.
+        shared_memory_gib: Maximum shared memory (/dev/shm) in GiB that all data workers of a
+            machine use. The maximum is limited to half of the free space. Data workers split a
+            micro-batch that does not fit into shared memory.
         seed: Seed of the initial weights, the order of images, the crops and all other random
             numbers.
         warmup_epochs: Length of the learning rate's warm-up in epochs, which cannot exceed the run.
@@ -180,38 +182,39 @@ class TrainOptions:
         schedule: Schedule of the learning rate: "cosine" (a warm-up, then a cosine down to
             `final_lr`), or "triangular" (a linear rise during the first two fifths of the run, then
             a linear fall to 0).
-        final_lr: Learning rate at the end of the cosine.
-        layer_decay: Factor by which the learning rate decreases from each layer to the layer below,
-            in (0, 1]. The head has the full learning rate. Common values for fine-tuning are 0.65
-            to 0.75. With 1, all layers have the same learning rate.
-        weight_decay: Weight decay at the first step. It follows a cosine to `final_weight_decay`.
+        final_lr: Learning rate at the end of the cosine schedule.
+        layer_decay: Factor in (0, 1] by which the learning rate decreases from each layer to the
+            preceding layer. The head has the full learning rate. Common values for fine-tuning are
+            0.65 to 0.75. A factor of 1 gives all layers the same learning rate.
+        weight_decay: Weight decay at the first step, followed by a cosine to `final_weight_decay`.
         final_weight_decay: Weight decay at the end of the run.
-        decay_tokens: Apply weight decay to class token, registers, mask token and position
-            embedding, as the official DINO does. DeiT and timm exempt them. Biases and parameters
-            with one axis are always exempt.
-        max_grad_norm: Gradients with a larger norm are clipped to this norm, separately for each
-            parameter tensor. With None, gradients are not clipped.
-        global_norm: Clip the norm of all gradients together, instead of each tensor separately.
-        precision: "auto" means bfloat16 on CUDA and float32 on other devices.
+        decay_tokens: Whether class token, registers, mask token and position embedding have weight
+            decay. The official DINO applies weight decay to these parameters, but DeiT and timm do
+            not. Biases and parameters with one axis never have weight decay.
+        max_grad_norm: Maximum norm to which gradients are clipped, separately for each parameter
+            tensor. With None, gradients are not clipped.
+        global_norm: Whether to clip all gradients together, instead of each tensor separately.
+        precision: Data type of matrix products: "auto" is bfloat16 on CUDA and float32 otherwise.
         compile: Use torch.compile for the trained modules and, on CUDA, for the colour jitter. The
             default is true on CUDA and false on other devices.
-        deterministic: Use only operations with bitwise reproducible results, which are slower. A
-            resumed run on a GPU is then bitwise identical to an uninterrupted run, as it always is
-            on a CPU.
-        checkpoint_minutes: Save a checkpoint when the last one is this many minutes old.
+        deterministic: Use only operations with bitwise reproducible results, which are slower. With
+            such operations, a resumed run on a GPU is bitwise identical to an uninterrupted run. On
+            a CPU, resumed runs are always bitwise identical.
+        checkpoint_minutes: Time in minutes after which another checkpoint is saved.
         checkpoint_epochs: Also save a checkpoint every `checkpoint_epochs` epochs.
-        keep_epochs: Keep the encoder after these epochs, in files such as `epoch0100.safetensors`.
-            In `ssl-bench probe`, the address of this file is `RUN@100`.
-        keep_every: Also keep the encoder every `keep_every` epochs.
-        timeout_minutes: Time that processes wait for each other within a step before the run fails.
-            It must exceed the time of an evaluation, because only rank 0 runs the monitor.
+        keep_epochs: Epochs after which the encoder is kept in its own file, such as
+            `epoch0100.safetensors`. The address of this file is `RUN@100` in `ssl-bench probe`.
+        keep_every: Also keep the encoder in its own file every `keep_every` epochs.
+        timeout_minutes: Time in minutes that processes wait for each other within a step before the
+            run fails. The timeout must exceed the duration of an evaluation, which only the process
+            of rank 0 runs.
         non_finite_patience: Stop after this number of consecutive steps whose loss or gradient is
             not finite.
         collapse_patience: Stop after this number of consecutive steps whose metrics show that the
-            run does not learn, for example because of a collapsed teacher. Steps of the warm-up, or
-            with a loss that is not finite, neither count nor end the series.
-        tensorboard: Also write the log for TensorBoard (extra `track`).
-        wandb: Also send the log to this project of Weights & Biases (package `wandb`).
+            run does not learn, for example because of a collapsed teacher. Steps of the warm-up and
+            steps with a loss that is not finite are ignored.
+        tensorboard: Also write the log for TensorBoard, which the extra `track` installs.
+        wandb: Project of Weights & Biases that also gets the log (needs the package `wandb`).
     """
 
     epochs: Count = 300
@@ -286,12 +289,12 @@ class TrainOptions:
 
     @property
     def resolved_batch_size(self) -> int:
-        """Return the batch size. It must not be None, so call `resolve_batch_size` first."""
+        """Return the batch size, which `resolve_batch_size` must have set if it was None."""
         assert self.batch_size is not None, "call resolve_batch_size first"
         return self.batch_size
 
     def timeline(self, num_images: int) -> Timeline:
-        """Return the planned length of a run that trains on this number of images.
+        """Return the planned length of a run that trains on `num_images` images.
 
         Raises:
             ConfigurationError: There are fewer images than the batch size.

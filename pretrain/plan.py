@@ -35,14 +35,15 @@ class Pretraining:
     """The complete configuration of a pretraining run, which can be started with `run`.
 
     Attributes:
-        model: The encoder. If `data.image_size` is set, it replaces the image size of the model.
+        model: The encoder. The option `data.image_size`, if set, replaces the image size of the
+            model.
         objective: The training objective, such as DINO, with its hyperparameters.
         optimizer: The optimizer and its hyperparameters.
         data: The training images.
         train: Length, speed and numerics of the training.
-        monitor: Evaluation of the encoder during the run. By default there is none.
-        init_from: Address of the checkpoint whose weights the encoder starts from, in a form that
-            `load_encoder` accepts. By default, the weights are random.
+        monitor: Evaluation of the encoder during the run. By default, the encoder is not evaluated.
+        init_from: Address of a checkpoint with the encoder's initial weights, in a form that
+            `load_encoder` accepts. By default, the initial weights are random.
     """
 
     model: EncoderConfig = field(default_factory=ViTConfig)
@@ -104,12 +105,13 @@ class Pretraining:
 
         Args:
             out: Folder of the run.
-            may_exist: Whether `out` may contain a run, because the command would resume or
-                overwrite it.
+            may_exist: Whether `out` may already contain a run, which the command would resume or
+                overwrite.
             device: Device of the run, which must be available.
 
         Raises:
-            ConfigurationError: `out` contains a run, or a batch is larger than the set of images.
+            ConfigurationError: `out` already contains a run, or the batch size exceeds the number
+                of images.
             DataError: There are no images.
             MachineError: The device is not available.
         """
@@ -147,34 +149,34 @@ class Pretraining:
     ) -> Path:
         """Train the encoder, and save encoder, configuration, log and training state in `out`.
 
-        If torchrun has started several processes, they divide every batch among themselves. If one
-        of them fails, all of them end.
+        If torchrun has started several processes, these processes share every batch. If one process
+        fails, all processes end.
 
         Args:
             out: Folder of the run.
             resume: Continue the run in `out`, or start a run if there is none.
-            must_resume: Continue the run in `out`, which must exist.
+            must_resume: Continue the run in `out`, and raise an error if there is none.
             extend: Continue the run in `out`, which must exist, with more `train.epochs` or
-                `train.max_steps`. From then on, the schedules have the values of a run that was
-                planned with the new length.
-            overwrite: Delete the files of the run in `out`, and start again. Other files are kept,
-                including the folders of TensorBoard and Weights & Biases.
+                `train.max_steps`. After the extension, the schedules have the same values as in a
+                run that was planned with the new length.
+            overwrite: Delete the files of the run in `out`, and start a new run. All other files in
+                `out` are kept, including the folders of TensorBoard and Weights & Biases.
             device: Device to train on. The default is a GPU if there is one.
-            config: Content of `config.yaml`. By default, it is this object, converted to
-                dictionaries and lists by `describe`.
+            config: Content of `config.yaml`. By default, the function `describe` derives the
+                content from this object.
 
         Returns:
             Path of the encoder's weights.
 
         Raises:
             ConfigurationError: `out` contains a run that is still in progress, that differs from
-                this run, or that must not be replaced. Or `out` contains no run to resume,
-                `init_from` has another architecture, or training has diverged.
+                this run, or that must not be replaced. The error is also raised if `out` contains
+                no run to resume, `init_from` has another architecture, or training has diverged.
             CheckpointError: `init_from` or the saved state cannot be read.
-            DataError: An image cannot be read. The state is saved.
-            Preempted: SIGTERM, SIGHUP or SIGUSR1 was received. The state is saved.
-            KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C during training, the state is
-                saved. After two, the last checkpoint remains.
+            DataError: An image cannot be read. The training state is saved.
+            Preempted: SIGTERM, SIGHUP or SIGUSR1 was received. The training state is saved.
+            KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C during training, the training
+                state is saved. After a second Ctrl-C, only the last checkpoint remains.
             MachineError: Memory ran out, a file cannot be written, another process was lost, or
                 TensorBoard or Weights & Biases is required and not installed.
         """

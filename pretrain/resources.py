@@ -22,12 +22,13 @@ def count_training_flops(learner: nn.Module, views: Any, step: int) -> float:
     """Count the floating-point operations of a micro-batch's forward and backward pass.
 
     Only matrix products and convolutions are counted. The learner is copied to the device "meta",
-    whose tensors have no values, so counting takes hardly any time, no memory and no random
-    numbers. DINO's loss computes its logits twice, and both computations are counted. The second
-    one adds 0.3 % to the operations of ViT-S/16 with 2 + 8 crops.
+    whose tensors have no values. Counting therefore takes hardly any time, allocates no tensor
+    values, and draws no random numbers. DINO's loss computes its logits twice, and both
+    computations are counted. For ViT-S/16 with two global and eight local crops, the second
+    computation adds 0.3 % to the operations.
 
     Args:
-        learner: The networks and their loss (a `Learner`). They are not changed.
+        learner: The networks and their loss (a `Learner`), which stay unchanged.
         views: Views of the images of a micro-batch, in the form that `Learner.loss` accepts.
         step: Number of the step, from 0.
     """
@@ -55,7 +56,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 class _ShapeOnlyResize(TorchDispatchMode):
-    """A torch dispatch mode that makes a bicubic resize compute only the shape of its result.
+    """A torch dispatch mode in which a bicubic resize computes only the shape of its result.
 
     Without this mode, torch computes all weights of the interpolation, even on the device "meta".
     """
@@ -75,7 +76,7 @@ def _count_convolution_backward(
     """Count the FLOPs of a convolution's backward pass, given the shapes of its arguments.
 
     The gradient of the images and the gradient of the filters each cost as much as the forward
-    pass. The last value in `more` states which of them are required.
+    pass. The last value in `more` states which of these gradients are required.
     """
     is_required: Sequence[bool] = more[-1]
     positions = gradient[0] * prod(gradient[2:])
@@ -86,7 +87,7 @@ def _count_convolution_backward(
 def measure_product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure how fast this device computes a large matrix product, in FLOP/s.
 
-    The products are timed in three rounds, and the fastest round counts.
+    The result is the speed in the fastest of three rounds.
     """
     side = _LARGE_SIDE if device.type == "cuda" else _SMALL_SIDE
     generator = torch.Generator(device).manual_seed(0)

@@ -1,8 +1,8 @@
-"""Save and restore the progress of a run, and check what has changed while it was stopped.
+"""Save and restore the progress of a run, and check what has changed while the run was stopped.
 
-A resumed run gives the same weights as an uninterrupted run. There is one exception: if the number
-of processes changes, gradients are summed in another order, and random masks and mixtures of images
-may differ. The following may change while a run is stopped:
+A resumed run gives the same weights as an uninterrupted run, unless the number of processes
+changes. With another number of processes, gradients are summed in another order, and random masks
+and mixtures of images may differ. The following may change while a run is stopped:
 
 - Settings that do not affect the weights, such as the number of data workers.
   `pretrain.description` lists these settings.
@@ -42,15 +42,15 @@ _MAX_REASON = 300
 
 @dataclass
 class Progress:
-    """The progress of a run, as `state.pt` stores it.
+    """The progress of a run, which is stored in `state.pt`.
 
     Attributes:
         step: Number of optimizer steps that the run has completed.
-        extensions: One entry for each time that `--extend` made the run longer. It contains the
-            step at that time, and the lengths of the run before and after.
+        extensions: One entry for each extension of the run by `--extend`. An entry contains the
+            step at which the run was extended, and the old and new lengths of the run.
         left_out: Indices of the images that could not be read and were replaced by others.
-        never_used: Indices of those images in `left_out` that no step had used before they were
-            found to be unreadable.
+        never_used: Indices of the images in `left_out` that no step has used, because they were
+            already unreadable at their first use.
     """
 
     step: int = 0
@@ -61,12 +61,12 @@ class Progress:
     def state(
         self, description: Mapping[str, Any], images: ImageSet, batches: BatchChunks, processes: int
     ) -> dict[str, Any]:
-        """Return everything that `state.pt` contains except the networks and the optimizer.
+        """Return the content of `state.pt` without the networks and the optimizer.
 
         Args:
-            description: Settings of the run, as `describe_run` returns them.
+            description: Settings of the run, made by `describe_run`.
             images: Training images of the run.
-            batches: Batches of the run, which determine the images that its steps have used.
+            batches: Batches of the run, from which the images used so far are found.
             processes: Number of processes that train together.
         """
         return {
@@ -83,10 +83,10 @@ class Progress:
 def describe_run(
     plan: Pretraining, images: ImageSet, fingerprint: str, timeline: Timeline
 ) -> dict[str, Any]:
-    """Return the settings and the hashes of images that must be unchanged when a run is resumed.
+    """Return the settings and image hashes that must be unchanged when a run is resumed.
 
     Args:
-        plan: The run. Its batch size must be set.
+        plan: The configuration of the run, whose batch size must be set.
         images: The training images. The description contains a SHA-256 of their ids and class
             names.
         fingerprint: SHA-256 of the contents of the images, or of their sizes and times if
@@ -113,26 +113,27 @@ def restore_progress(
     ranks: TrainingRanks,
     extend: bool,
 ) -> tuple[Progress, list[str]]:
-    """Check that a saved run can be resumed. Return its progress, and messages for the user.
+    """Check that a saved run can be resumed, and return its progress and messages for the user.
 
     All processes must call this function together.
 
     Args:
         state: The saved state.
         path: File of the state.
-        plan: The run that continues.
-        description: Description of this run, as `describe_run` returns it.
+        plan: The current configuration of the run.
+        description: Description of this run, made by `describe_run`.
         timeline: Length of the run that continues.
         images: Training images of this run.
         batches: Batches of this run.
-        ranks: Processes of this run.
-        extend: Whether the run may be longer than the saved one.
+        ranks: Processes that train together.
+        extend: Whether the run may be longer than the saved run.
 
     Raises:
-        CheckpointError: The step in the state is not an integer, or is outside of the saved run.
-        ConfigurationError: A setting that affects the weights has changed, or a step has used an
-            image that has changed since. Or `extend` is true, and the run is not longer than the
-            saved one.
+        CheckpointError: The saved step number is not an integer, is negative, or exceeds the length
+            of the saved run.
+        ConfigurationError: A setting that affects the weights, or an image that a step has used,
+            has changed. The error is also raised if `extend` is true, but the run is not longer
+            than the saved run.
     """
     messages, step = list[str](), state["step"]
     if not isinstance(step, int) or step < 0:
@@ -191,7 +192,7 @@ def load_trainer_state(trainer: Trainer, state: Mapping[str, Any], path: Path) -
     """Load the weights of the networks and the optimizer's moments from a saved training state.
 
     Raises:
-        CheckpointError: A key or tensor is missing, or a tensor has another shape.
+        CheckpointError: A key or tensor is missing, or a tensor has the wrong shape.
     """
     try:
         trainer.load_state_dict(state)
@@ -210,8 +211,8 @@ def _digest_used_images(
 ) -> str:
     """Return a SHA-256 of the files of all images that the first `step` steps have used.
 
-    The images with the indices in `never_used` do not count. They could not be read, so other
-    images replaced them.
+    Images whose indices are in `never_used` are left out, because they could not be read and were
+    replaced by other images.
     """
     is_used = batches.mark_used_images(step)
     is_used[[*never_used]] = False
@@ -219,7 +220,7 @@ def _digest_used_images(
 
 
 def _find_unreadable(images: ImageSet, indices: Collection[int]) -> set[int]:
-    """Try again to read some images. Return the indices of those that are still unreadable."""
+    """Try again to read some images, and return the indices of the unreadable images."""
     unreadable = set[int]()
     for index in indices:
         try:

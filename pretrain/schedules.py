@@ -42,16 +42,15 @@ class Timeline:
     def is_interval_end(self, epochs: int | None, num_steps: int) -> bool:
         """Return whether an interval of `epochs` epochs ends after `num_steps` steps.
 
-        The run is divided into consecutive intervals of this length. If `epochs` is None, the
-        result is False.
+        The first interval begins at the start of the run. If `epochs` is None, the result is False.
         """
         return epochs is not None and num_steps % (epochs * self.steps_per_epoch) == 0
 
     def is_due(self, epochs: int | None, num_steps: int) -> bool:
         """Return whether a measurement that repeats every `epochs` epochs is due.
 
-        A measurement is also due after the last step of the run. If `epochs` is None, no
-        measurement is due.
+        A measurement is also due after the last step of the run. If `epochs` is None, measurements
+        are never due.
 
         Args:
             epochs: Number of epochs between two measurements.
@@ -88,7 +87,7 @@ class TriangularSchedule:
     """Triangular schedule: a linear rise from 0 to `peak`, then a linear fall to 0 in two stages.
 
     The value reaches `peak` after 2/5 of the run, `peak` / 20 after 4/5, and 0 after the last step.
-    Step i of n (i counts from 0) has the value after the fraction (i + 1) / n of the run.
+    Step i of n, counted from 0, has the value after the fraction (i + 1) / n of the run.
 
     Source: `lr_schedule` of
     https://github.com/locuslab/convmixer-cifar10/blob/2d3d9b73d3caa6112ecdcea866f1d2805f37cc8e/train.py
@@ -111,7 +110,7 @@ class LinearSchedule:
     """Linear schedule: a change from `start` at step 0 to `end` at step `num_steps` - 1.
 
     Later steps have the value `end`. DINO uses this schedule for the temperature of the teacher.
-    The official DINO changes the temperature only once per epoch, so the values agree only if an
+    The official DINO changes the temperature only once per epoch, so its values differ unless an
     epoch has one step.
     """
 
@@ -129,9 +128,9 @@ class LinearSchedule:
 class InitialPhase:
     """Length of a phase at the start of a run, such as the warm-up of the learning rate.
 
-    The default length is a number of epochs that suits ImageNet. It is limited to a fraction of the
-    run, because the phase could otherwise last longer than a short run. A length that the user has
-    set is not limited.
+    The default length is a number of epochs that suits ImageNet. The default length is limited to a
+    fraction of the run, because the phase could otherwise last longer than a short run. A length
+    that the user has set is not limited in this way.
 
     Attributes:
         key: Config key of the length in epochs, such as "train.warmup_epochs".
@@ -178,7 +177,7 @@ def count_phase_steps(description: Mapping[str, Any], timeline: Timeline) -> dic
     """Return the length of each initial phase of a run, such as the warm-up, in optimizer steps.
 
     Args:
-        description: Settings of the run, as `pretrain.description.describe` returns them.
+        description: Settings of the run, made by `pretrain.description.describe`.
         timeline: Planned length of the run.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Record signals that ask a run to stop. The training loop then stops after one or two steps."""
+"""Record signals that ask a run to stop, so that training stops after one or two steps."""
 
 import signal
 from collections.abc import Generator
@@ -13,10 +13,10 @@ from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
 class StopSignalHandler:
     """A handler that stores the last signal that asked this process to stop.
 
-    SIGTERM, SIGHUP, SIGUSR1 and the first Ctrl-C (SIGINT) are only stored. The training loop then
-    stops after one or two steps and saves a checkpoint. A second Ctrl-C raises KeyboardInterrupt in
-    the middle of the step, which is lost. Inside `raise_immediately`, any signal raises an
-    exception.
+    After SIGTERM, SIGHUP, SIGUSR1 or a first Ctrl-C (SIGINT), the training loop stops after one or
+    two steps and saves a checkpoint. A second Ctrl-C raises KeyboardInterrupt immediately, so the
+    current step is lost. Inside a `with` block of `raise_immediately`, any of these signals raises
+    an exception.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class StopSignalHandler:
         return self.last_signal is signal.SIGINT
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: store it, so that the run stops after one or two steps.
+        """Store a signal, so that the run stops after one or two steps.
 
-        Inside `raise_immediately`, and at the second Ctrl-C, raise an exception instead.
+        A second Ctrl-C, or any signal inside `raise_immediately`, raises an exception instead.
         """
         del frame
         if self.is_interrupt and number == signal.SIGINT:
@@ -44,8 +44,8 @@ class StopSignalHandler:
     def raise_immediately(self) -> Generator[None]:
         """Inside a `with` block, raise an exception as soon as a signal to stop arrives.
 
-        Use this while there is nothing to save. If a signal has already arrived, the exception is
-        raised when the `with` block begins.
+        Use this method while a run has nothing to save. If a signal to stop has arrived before the
+        `with` block, the exception is raised when the block begins.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.
@@ -67,12 +67,11 @@ class StopSignalHandler:
 
 @contextmanager
 def record_stop_signals() -> Generator[StopSignalHandler]:
-    """Inside a `with` block, only store the signals that ask the run to stop.
-
-    Outside of the block, such a signal ends the process at once.
+    """Inside a `with` block, store signals to stop instead of ending the process at once.
 
     Yields:
-        A `StopSignalHandler`, whose attribute `last_signal` is the last signal, or None.
+        A `StopSignalHandler`, whose attribute `last_signal` is the last stored signal, or None if
+        there is none.
     """
     handler = StopSignalHandler()
     with handle_signals((*STOP_SIGNALS, "SIGINT"), handler.handle):

@@ -37,15 +37,16 @@ class Trainer:
     """A trainer that takes optimizer steps, with schedules for the learning rate and weight decay.
 
     Args:
-        learner: The networks to train and their loss. They are moved to the device of this process.
-        recipe: Hyperparameters of the optimizer. Its learning rate is for a batch of 256 images.
+        learner: The networks to train and their loss. The trainer moves the networks to the device
+            of this process.
+        recipe: Hyperparameters of the optimizer. The learning rate is given for a batch of 256
+            images.
         options: Options of the run. The batch size must be set.
-        timeline: Length of the run.
         ranks: The processes that share every batch.
 
     Attributes:
-        flops: Number of floating-point operations that this process computes in a step. It is 0
-            before the first step.
+        flops: Number of floating-point operations that this process computes in a step. The number
+            is 0 before the first step.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class Trainer:
     def take_step(self, step: int, micro_batches: Iterable[Views]) -> dict[str, Tensor]:
         """Train on one batch.
 
-        If the gradient is not finite, weights, moments and batch statistics do not change. The step
-        still counts. If there is a teacher, it still moves towards the unchanged student. The CPU
-        does not wait for the device.
+        If the gradient is not finite, weights, moments and batch statistics do not change, but the
+        step counts as completed. A teacher network moves towards its student even if a gradient is
+        not finite. The CPU does not wait for the device.
 
         Args:
             step: Number of the step, from 0.
@@ -122,14 +123,13 @@ class Trainer:
     def fits_in_memory(self, step: int, make_views: Callable[[], Views]) -> bool:
         """Test whether a step with micro-batches of these views fits into the free memory.
 
-        Two steps with two micro-batches each are computed, because gradients of an earlier
-        micro-batch and moments of an earlier step need memory, too. On a CPU, the state is also
-        copied, because a checkpoint needs this memory. The run itself usually needs a little less
-        memory, because torch.compile is not used here. The weights change, so the run must end
-        afterwards.
+        The test computes two steps with two micro-batches each, because gradients of an earlier
+        micro-batch and moments of an earlier step need memory, too. On a CPU, the test also copies
+        the training state, because saving a checkpoint needs memory for such a copy. The test
+        changes the weights, so the run must end afterwards.
 
-        If several processes train together, the optimizer takes no step. SOAP would wait for the
-        other processes, but only the process that ran out of memory calls this method.
+        If several processes train together, the optimizer takes no step in this test. Otherwise,
+        SOAP would wait for processes that do not run the test.
 
         Args:
             step: Number of the step that ran out of memory, from 0.
@@ -161,8 +161,9 @@ class Trainer:
     def utilisation(self, seconds: float) -> float:
         """Return the model FLOPs utilisation (MFU) of a step in percent, for the log.
 
-        The MFU is the FLOP/s of the step divided by the FLOP/s of a large matrix product. It is
-        limited to 100, because the device may have been busy while the matrix product was timed.
+        The MFU is the FLOP/s of the step divided by the FLOP/s of a large matrix product. The
+        result is at most 100, because the device may have been busy while the matrix product was
+        timed.
 
         Args:
             seconds: Duration of the step.
@@ -172,8 +173,7 @@ class Trainer:
     def describe_rising_lr(self) -> str | None:
         """Return a warning if the learning rate would rise to `train.final_lr` instead of falling.
 
-        This happens if the learning rate of the optimizer, scaled by the batch size, is below
-        `train.final_lr`. Otherwise, return None.
+        Return None unless `optimizer.lr`, scaled by the batch size, is below `train.final_lr`.
         """
         last = self.options.final_lr
         if self.options.schedule != "cosine" or self._top_lr >= last:
@@ -234,7 +234,7 @@ class Trainer:
     def _compute_gradients(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> dict[str, Tensor]:
-        """Add the gradients of one micro-batch to `Tensor.grad`. Return its metrics for the log.
+        """Add the gradients of one micro-batch to `Tensor.grad`, and return metrics for the log.
 
         The loss is divided by the number of micro-batches before its gradient is computed.
         """
@@ -247,20 +247,21 @@ class Trainer:
         return torch.compiler.set_stance("force_eager") if self._forces_eager else nullcontext()
 
     def _restore_statistics(self, before: Iterable[Tensor], condition: Bool[Tensor, ""]) -> None:
-        """If `condition` is true, copy `before`, the earlier batch statistics, to the student."""
+        """Copy the earlier batch statistics `before` back to the student if `condition` is true."""
         for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
             buffer.copy_(torch.where(condition.to(buffer.device), old, buffer))
 
 
 @contextmanager
 def use_deterministic_operations(is_required: bool) -> Generator[None]:
-    """Allow only operations with bitwise reproducible results inside a `with` block, if required.
+    """Allow only bitwise reproducible operations inside a `with` block if `is_required` is true.
 
-    Two runs then give bitwise identical results on devices of the same kind with the same version
-    of torch. On CPUs this also holds without the function.
+    Two such runs give bitwise identical results on devices of the same kind with the same version
+    of torch. On CPUs, two runs give identical results even without this function.
 
     Args:
-        is_required: Whether the operations are restricted. If it is false, nothing changes.
+        is_required: Whether only reproducible operations are allowed. If false, this function has
+            no effect.
 
     Raises:
         ConfigurationError: An operation of the run has no deterministic implementation.

@@ -24,7 +24,7 @@ class TensorBoardLog:
         self._writer = require_tensorboard()(str(folder), purge_step=last_step + 1)
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Add the metrics of one step, a row of the log, to the curves in TensorBoard."""
+        """Add the metrics of one step (a row of the log) to the curves in TensorBoard."""
         for name, value in row.items():
             if name != "step":
                 self._writer.add_scalar(name, value, row["step"])
@@ -37,17 +37,17 @@ class WandbLog:
     """A tracker that sends rows of the log to a run of Weights & Biases.
 
     A resumed pretraining run continues the same run of Weights & Biases. Weights & Biases rejects a
-    step number that it has received before. The step is therefore sent as a metric named `step`,
-    and curves are drawn over this metric. If training repeats steps after a crash, the curves show
-    the points of both attempts. With `WANDB_MODE=offline`, Weights & Biases stores everything in
-    `folder` and needs no network.
+    step number that it has received before. The step number is therefore sent as a metric named
+    `step`, which is the x-axis of all curves. If training repeats steps after a crash, the curves
+    show the points of both attempts. With `WANDB_MODE=offline`, Weights & Biases stores everything
+    in `folder` and needs no network.
 
     Args:
-        project: Name of the project. Weights & Biases creates it if it does not exist.
+        project: Name of the project. Weights & Biases creates a missing project.
         folder: Folder for the files of Weights & Biases and for the id of the run.
         config: Settings of the pretraining run, which Weights & Biases displays.
-        last_step: Number of steps in the checkpoint that the run continues from. With 0, a new run
-            of Weights & Biases starts.
+        last_step: Number of steps in the checkpoint that the run continues from. If `last_step` is
+            0, a new run of Weights & Biases starts.
 
     Raises:
         MachineError: The package wandb is missing, or Weights & Biases refuses to start a run.
@@ -80,7 +80,7 @@ class WandbLog:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Send the metrics of one step, a row of the log, to Weights & Biases."""
+        """Send the metrics of one step (a row of the log) to Weights & Biases."""
         self._run.log(dict(row))
 
     def close(self) -> None:

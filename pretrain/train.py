@@ -1,32 +1,33 @@
-"""The training loop: build the parts of a run, take its steps, log them, save and stop.
+"""The training loop: build a run, take and log optimizer steps, save checkpoints, and stop.
 
 A run writes these files:
 
 - `config.yaml` before the first step, and again when unreadable images are left out.
-- One row of `log.jsonl` after each step (on a GPU, one step later). It contains an evaluation of
-  the encoder if one is due.
+- One row of `log.jsonl` after each step (on a GPU, one step later). If an evaluation of the encoder
+  is due after a step, the row also contains its metrics.
 - `epochNNNN.safetensors` after the epochs that `train.keep_epochs` and `train.keep_every` select.
-- A checkpoint every `train.checkpoint_minutes` and `train.checkpoint_epochs`, and after the last
-  step. `pretrain/checkpoints.py` describes its files.
+- A checkpoint every `train.checkpoint_minutes` minutes, every `train.checkpoint_epochs` epochs, and
+  after the last step. `pretrain/checkpoints.py` describes the files of a checkpoint.
 
 These events end a run before its last step:
 
 - The first Ctrl-C, another signal, or `train.max_minutes`: the run finishes the current step (on a
   GPU also the next one) and saves a checkpoint.
-- A second Ctrl-C: the current step and all unsaved steps are lost. Earlier checkpoints that are
-  not on the disk yet are still written. A further Ctrl-C completes only the file that is being
-  written.
+- A second Ctrl-C: the current step and all unsaved steps are lost. Before the run ends, all
+  checkpoints that are queued for writing are written to the disk. After a third Ctrl-C, only the
+  file that is being written is completed.
 - A `DataError` or `MachineError`, such as an unreadable image, a dead data worker or a full disk:
   the run saves all finished steps, if the disk allows it.
-- Any other error, `OutOfMemory`, and the loss of another process: nothing more is saved, and the
-  last checkpoint remains. One such error is the `ConfigurationError` of a run that has diverged.
+- `OutOfMemory`, the loss of another process, or any other error, such as the `ConfigurationError`
+  of a run that has diverged: no further checkpoint is saved, and the last checkpoint remains.
 
 `pretrain/resume.py` describes what may change before the run is resumed.
 
-If several processes train together, each of them calls the same functions in the same order. If a
-single process left the loop, the others would wait for it forever. Therefore, a process keeps its
-error until all processes call `TrainingRanks.raise_on_all`, before the next step or after the last
-one. This call raises the error in all processes.
+If several processes train together, all processes call the same functions in the same order. If a
+single process left the training loop, the other processes would wait for it forever. A process
+therefore stores an error until all processes call `TrainingRanks.raise_on_all`, which raises the
+error in all processes. The training loop calls this method before each step and after the last
+step.
 """
 
 import math
@@ -91,7 +92,6 @@ class Run:
     Args:
         plan: Encoder, objective, optimizer, images and options of the run.
         out: The run folder, which this process has locked.
-        ranks: The processes that train together.
         stop_handler: Object that stores the signals which ask this process to stop.
     """
 
@@ -170,9 +170,9 @@ class Run:
         """Prepare to continue the run: load the progress, the weights and the optimizer's state.
 
         Args:
-            state: Saved state of the run, as `load_state` returns it.
+            state: Saved state of the run, returned by `load_state`.
             path: File of the state.
-            extend: Whether the run may be longer than the saved one.
+            extend: Whether the run may be longer than the saved run.
 
         Raises:
             CheckpointError: The saved state is unusable.
@@ -200,7 +200,7 @@ class Run:
         self.messages += messages
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write config.yaml: settings, extensions of the run, and ids of left-out images."""
+        """Write settings, extensions of the run, and ids of left-out images to `config.yaml`."""
         train = {**config.get("train", {}), "batch_size": self.plan.train.batch_size}
         self._config = config = {**config, "train": train}
         lists = {
@@ -216,9 +216,9 @@ class Run:
 
         Raises:
             Preempted: A process received a signal other than Ctrl-C before the last step. The
-                state is saved.
-            KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C the state is saved. After two,
-                the last checkpoint remains.
+                training state is saved.
+            KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C, the training state is saved.
+                After a second Ctrl-C, only the last checkpoint remains.
             SslBenchError: An error has occurred in this process or in another process of the run.
         """
         ranks, progress, total = self.ranks, self.progress, self.timeline.total_steps
@@ -335,8 +335,7 @@ class Run:
     def _read_chunk(self, chunks: Iterator[Any]) -> Any:
         """Return the next chunk (part) of a micro-batch.
 
-        If images could not be read and were replaced, their indices are added to
-        `progress.left_out`.
+        The indices of unreadable images that were replaced are added to `progress.left_out`.
         """
         with self.clock.count_waiting():
             chunk = next(chunks)
@@ -412,8 +411,8 @@ class Run:
     def _run_monitor(self) -> Mapping[str, float]:
         """Evaluate the encoder if an evaluation is due after this step, and return the metrics.
 
-        Only the process of rank 0 evaluates it. The mapping is empty in other processes, or if no
-        evaluation is due.
+        Only the process of rank 0 evaluates the encoder. In other processes, or if no evaluation is
+        due, the returned mapping is empty.
         """
         if self.evaluator is None or not self.ranks.is_main:
             return {}
@@ -466,9 +465,10 @@ class Run:
         If the log shows that training has diverged, raise a ConfigurationError instead.
 
         All processes must call this method together, because they exchange the indices of their
-        unreadable images. The process of rank 0 copies the state to host memory, and a thread
-        writes it. If `wait` is true, this method returns after the files are written. Otherwise, an
-        error of the disk is raised after a later step.
+        unreadable images. The process of rank 0 copies the training state to CPU memory, and a
+        background thread writes it. If `wait` is true, this method waits until the files are
+        written. If `wait` is false, an error that occurs while writing is raised after a later
+        step.
         """
         log, progress = self.log, self.progress
         log.write_rows(everything=True)
@@ -489,7 +489,7 @@ class Run:
         log.should_save = False
 
     def _report_left_out(self) -> None:
-        """Print which unreadable images are newly left out, and add them to config.yaml."""
+        """Print the ids of newly left-out unreadable images, and add these ids to config.yaml."""
         left_out = self.progress.left_out
         new = self._get_ids(left_out - self._reported_left_out)
         if new:
@@ -532,7 +532,7 @@ class Run:
     def _finish(self) -> None:
         """Delete the second-to-last training state, which a finished run no longer needs.
 
-        If `monitor.results` of a supervised run is set, also store its accuracy there.
+        For a supervised run, the accuracy is also stored in the folder `monitor.results`, if set.
         """
         checkpoints.remove_previous_state(self.out)
         results = self.plan.monitor.results

@@ -1,12 +1,12 @@
 """Augment and normalise a whole batch of crops on its device.
 
 A view is a random crop of an image. The augmentations are flip, colour jitter, conversion to grey,
-blur and solarization. Each view has its own random parameters. The parameters stay in CPU memory,
-so that selecting the views for an operation never waits for a GPU.
+blur and solarization. The random parameters of each view stay in CPU memory, so that the CPU can
+select views for an operation without waiting for a GPU.
 
 Source: the operations of torchvision.transforms.v2.functional for float images. The official DINO
-uses PIL on 8-bit images. PIL rounds after each operation and approximates a Gaussian blur by
-several box blurs.
+augments 8-bit images with PIL, which rounds after each operation and approximates a Gaussian blur
+by several box blurs.
 """
 
 from collections.abc import Callable
@@ -36,10 +36,10 @@ class AugmentationParams:
     Attributes:
         flip: Whether a view is flipped horizontally.
         jitter: Whether colour jitter is applied.
-        order: Numbers of the four colour jitters (BRIGHTNESS = 0, CONTRAST = 1, SATURATION = 2,
-            HUE = 3). The first one is applied first.
-        factors: Strength of each jitter, in the order BRIGHTNESS, CONTRAST, SATURATION, HUE. A view
-            does not change with 0 for HUE and 1 for the other jitters.
+        order: Numbers of the four colour jitters in their order of application (BRIGHTNESS = 0,
+            CONTRAST = 1, SATURATION = 2, HUE = 3).
+        factors: Strength of each jitter, in the order BRIGHTNESS, CONTRAST, SATURATION, HUE. A
+            strength of 0 for HUE, or of 1 for another jitter, changes nothing.
         grey: Whether a view is converted to grey.
         blur_sigma: Standard deviation of the Gaussian blur in pixels, or 0 without blur.
         solarize: Whether a view is solarized.
@@ -71,7 +71,7 @@ def augment(
     Args:
         pixels: Cropped views.
         params: Random parameters of the views, in CPU memory.
-        solarize_threshold: Threshold in [0, 1]. Solarization inverts values at or above it.
+        solarize_threshold: Threshold in [0, 1], at or above which solarization inverts values.
         normalization: Mean and standard deviation of each channel.
     """
     if pixels.is_cuda:
@@ -89,8 +89,8 @@ def _change_colours_on_cpu(
 ) -> Images:
     """Apply flip, colour jitter and conversion to grey, each only to the views that need it.
 
-    For DINO's crops on one CPU core, this is 2.5 to 5 times as fast as `apply_one_jitter`, which
-    computes every jitter for every view. The results are bitwise identical.
+    For DINO's crops on one CPU core, this function is 2.5 to 5 times as fast as `apply_one_jitter`,
+    which computes every jitter for every view. Both functions give bitwise identical results.
     """
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     apply_to_views(images, params.flip, lambda x, _: x.flip(-1))
@@ -104,8 +104,8 @@ def _change_colours_on_gpu(
 ) -> Images:
     """Apply flip, colour jitter and conversion to grey to the views that need them.
 
-    Each operation is computed for all views, and the result is then discarded where it is not
-    needed. Computing it only for some views would launch many small kernels, which takes longer.
+    Each operation is computed for all views, and unneeded results are discarded. Computing an
+    operation only for selected views would launch many small kernels, which takes longer.
     """
     names = ("flip", "jitter", "order", "factors", "grey")
     flip, wanted, order, factors, grey = (
@@ -137,14 +137,15 @@ def apply_one_jitter(
 ) -> Images:
     """Apply one colour jitter to each view for which `wanted` is true, and return all views.
 
-    All kinds of jitter are computed for all views, and one result is selected for each view. If
-    this function is compiled, it reads the pixels only twice instead of once for each operation.
+    All kinds of jitter are computed for all views, and one result is selected for each view. The
+    compiled function reads the pixels only twice, instead of once for each operation.
 
     Args:
         images: Images with values in [0, 1].
-        wanted: Whether each view is changed.
+        wanted: For each view, whether it is changed.
         kind: Kind of jitter for each view: BRIGHTNESS, CONTRAST, SATURATION or HUE.
-        factor: Strength of the jitter for each view. 0 for HUE, or 1 otherwise, changes nothing.
+        factor: Strength of the jitter for each view. A strength of 0 for HUE, or of 1 for another
+            jitter, changes nothing.
     """
     is_hue, wanted = (views[:, None, None, None] for views in (kind == HUE, wanted))
     changed = torch.where(is_hue, shift_hue(images, factor), blend(images, kind, factor))
@@ -161,10 +162,11 @@ def apply_jitters(
 
     Args:
         images: Images with values in [0, 1].
-        wanted: Whether each view is changed.
+        wanted: For each view, whether it is changed.
         order: Numbers of the jitters (BRIGHTNESS = 0, CONTRAST = 1, SATURATION = 2, HUE = 3) for
-            each view. The first one is applied first. HUE may be left out.
-        factors: Strength of the jitters. 0 for HUE, or 1 for another jitter, changes nothing.
+            each view, in the order of their application. HUE may be left out.
+        factors: Strength of the jitters. A strength of 0 for HUE, or of 1 for another jitter,
+            changes nothing.
     """
     for kind, factor in zip(order.T, factors.gather(1, order).T, strict=True):
         is_hue = kind == HUE
@@ -179,7 +181,7 @@ def apply_to_views(
 ) -> None:
     """Replace the views for which `wanted` is true by the result of `operation`, in place.
 
-    `operation` receives two arguments: these views, and their row numbers in `images`.
+    `operation` receives two arguments: the views to replace, and their row indices in `images`.
     """
     rows = wanted.nonzero()[:, 0]
     if len(rows) == len(images):
@@ -197,7 +199,7 @@ def blend(
 
     The result is factor * image + (1 - factor) * other, clipped to [0, 1]. Here, `other` is a black
     image for BRIGHTNESS, the mean grey value for CONTRAST, and the grey image for SATURATION.
-    `kind` contains one of these three constants for each view.
+    `kind` contains BRIGHTNESS, CONTRAST or SATURATION for each view.
     """
     grey = to_grey(images)
     mean = grey.mean(dim=(2, 3), keepdim=True)
@@ -238,9 +240,9 @@ def to_grey(images: Images) -> Float[Tensor, "views 1 height width"]:
 def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
     """Apply a Gaussian blur with the standard deviation `sigma` in pixels to each view.
 
-    Pixels beyond the border are mirrored. The blur is computed as products with a height x height
-    matrix and a width x width matrix. On CPUs and GPUs, this is faster than a convolution with one
-    kernel for each view.
+    Pixels beyond the border are mirrored. The blur multiplies each view by a height x height matrix
+    and a width x width matrix. On CPUs and GPUs, these products are faster than a convolution with
+    one kernel for each view.
     """
     height, width = images.shape[-2:]
     sigma = to_device(sigma, images.device)
@@ -251,7 +253,7 @@ def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
 def _blur_matrix(sigma: Float[Tensor, " views"], size: int) -> Float[Tensor, "views {size} {size}"]:
     """Return for each view the matrix that blurs its rows or columns of `size` pixels.
 
-    Row i contains the weight of each pixel in the blurred pixel i.
+    Row i contains the weights with which the original pixels contribute to the blurred pixel i.
     """
     i = torch.arange(size, device=sigma.device, dtype=sigma.dtype)[:, None]
     j = i.T

@@ -1,4 +1,4 @@
-"""The multi-crop augmentation of DINO. The CPU cuts crops, and the device augments them."""
+"""DINO's multi-crop augmentation. Crops are cut on the CPU and augmented on the device."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ _PerCrop = Annotated[Sequence[Fraction], ListLength(3, 3)]
 
 @dataclass(frozen=True)
 class CropGroup:
-    """Crops (views) of equal size for some images, and the parameters of their augmentation.
+    """Crops (views) of equal size for some images, and their augmentation parameters.
 
     The first views of all images come first, then all second views, and so on.
 
@@ -71,8 +71,8 @@ class MultiCrop(ViewMaker):
     Attributes:
         global_scale: Minimum and maximum area of a global crop, as a fraction of the image's area.
         local_scale: Minimum and maximum area of a local crop, as a fraction of the image's area.
-        local_size: Side length of a local crop in pixels if global crops have 224 pixels. For other
-            global crops, it is scaled in proportion.
+        local_size: Side length of a local crop in pixels for global crops of 224 pixels. For other
+            sizes of global crops, this side length is scaled in proportion.
         aspect_ratio: Minimum and maximum of width / height before resizing.
         brightness: Maximum relative change of brightness, such as 0.4 for a factor of 0.6 to 1.4.
         hue: Maximum shift of the hue, as a fraction of a full turn of the colour circle.
@@ -81,8 +81,8 @@ class MultiCrop(ViewMaker):
             and each local crop.
         solarize_probability: Probability of solarization for the first global crop, the second
             global crop, and each local crop.
-        solarize_threshold: Solarization inverts 8-bit values at or above this threshold. With 256
-            it inverts none.
+        solarize_threshold: Solarization inverts 8-bit values at or above this threshold. With a
+            threshold of 256, no value is inverted.
 
     Source: `DataAugmentationDINO` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
@@ -204,8 +204,7 @@ class MultiCrop(ViewMaker):
     ) -> tuple[CropGroup, ...]:
         """Copy the results of several calls of `cut` to the device, and join them.
 
-        The crops of all images are then in one group for each crop size, as if `cut` had been
-        called once.
+        The result contains one group for each crop size, with the crops of all images.
         """
         copies = [[_copy_group(group, device) for group in chunk] for chunk in chunks]
         num_views = (2, self.num_locals)
@@ -245,7 +244,7 @@ def _copy_group(group: CropGroup, device: torch.device) -> CropGroup:
 
 
 def _join_groups(groups: Sequence[CropGroup], num_views: int) -> CropGroup:
-    """Join groups of crops of different images. Each image has `num_views` crops (views).
+    """Join crop groups of different images, with `num_views` crops (views) of each image.
 
     In the result, the first views of all images come first, then the second views, and so on.
     """

@@ -30,9 +30,9 @@ Generators = Iterable[np.random.Generator]
 class ViewMaker(ABC):
     """Base class of view makers, which turn images into views (such as random crops) for training.
 
-    `cut` runs on the CPU in data workers, and `augment_on_device` on the device. In between, a
-    DataLoader copies tensors to pinned memory and turns tuples into lists. Objects of
-    other classes that `cut` returns need a method `pin_memory` that returns a copy.
+    `cut` runs on the CPU in data workers, and `augment_on_device` runs on the device. Between the
+    two calls, a DataLoader copies tensors to pinned memory and turns tuples into lists. If `cut`
+    returns objects of another class, this class needs a method `pin_memory` that returns a copy.
     """
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
@@ -52,14 +52,14 @@ class ViewMaker(ABC):
         Args:
             samples: Images with their labels.
             generators: One random generator for each sample.
-            sizes: Side lengths in pixels, as returned by `sizes`.
+            sizes: Side lengths in pixels that the method `sizes` returned.
         """
 
     def collate(self, chunks: Iterable[Any], device: torch.device) -> Any:
         """Copy the results of several calls of `cut` to the device, and join them.
 
-        The result is the same as if all samples had been cut at once. Each result is copied as soon
-        as it arrives, which frees the shared memory of its data worker.
+        The joined result equals the result of a single call of `cut` for all samples. Each result
+        is copied as soon as it arrives, so that the shared memory of the data worker is freed.
         """
         return torch.cat([chunk.to(device, non_blocking=True, copy=True) for chunk in chunks])
 
@@ -129,7 +129,7 @@ def check_ranges(**ranges: Sequence[float]) -> None:
     """Check that the minimum of each range is positive and does not exceed the maximum.
 
     Raises:
-        ConfigurationError: A range is invalid. The message contains its name.
+        ConfigurationError: A range is invalid. The message contains the name of the range.
     """
     for name, (low, high) in ranges.items():
         if not 0 < low <= high:
@@ -147,8 +147,8 @@ def place_boxes(
     """Compute the box of each crop from uniform random numbers.
 
     Args:
-        numbers: Random numbers in [0, 1) for each crop: ten for the areas and ten for the aspect
-            ratios of up to ten attempts, and two for the position.
+        numbers: Random numbers in [0, 1) for each crop: ten areas and ten aspect ratios for up to
+            ten attempts, and two numbers for the position.
         image_sizes: Height and width of each image in pixels.
         scales: Minimum and maximum area, as a fraction of the image's area.
         aspect_ratio: Minimum and maximum of width / height.
@@ -156,8 +156,9 @@ def place_boxes(
     Returns:
         Top, left, height and width of each box in pixels.
 
-    Source: `RandomResizedCrop.get_params` of torchvision. The first of ten attempts that fits into
-    the image is used. If none fits, the largest central box with an allowed aspect ratio is used.
+    Source: `RandomResizedCrop.get_params` of torchvision. The first of ten random boxes that fits
+    into the image is used. If no box fits, the largest central box with an allowed aspect ratio is
+    used.
     """
     height, width = image_sizes.T[..., None]
     least, largest = scales.T[..., None, None]
@@ -184,9 +185,8 @@ def crop(
 ) -> UInt8[Tensor, "3 {size} {size}"]:
     """Cut a box out of an image and resize it to a square with antialiased bicubic interpolation.
 
-    PyTorch's 8-bit kernel is several times as fast as PIL, and its results differ by at most two
-    grey levels. The three values of a pixel stay next to each other in memory, which saves two
-    copies.
+    PyTorch's 8-bit kernel is several times as fast as PIL, and the results differ by at most two
+    grey levels. The three colour values of a pixel stay adjacent in memory, which saves two copies.
 
     Args:
         image: 8-bit RGB image.
@@ -199,8 +199,8 @@ def crop(
 
 
 def image_to_tensor(image: UInt8[np.ndarray, "height width 3"]) -> UInt8[Tensor, "height width 3"]:
-    """Return an image as a tensor that shares its memory. Read-only images are copied.
+    """Return an image as a tensor that shares the memory of the image.
 
-    PyTorch prints a warning if a tensor shares read-only memory.
+    A read-only image is copied, because PyTorch would print a warning for shared read-only memory.
     """
     return torch.from_numpy(image if image.flags.writeable else image.copy())

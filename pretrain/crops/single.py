@@ -1,7 +1,6 @@
 """The crops of supervised training: one randomly augmented view of each image, and its class.
 
-timm's recipes use the same augmentations. RandAugment changes colours and geometry. Cutout and
-random erasing fill rectangles. Mixup and CutMix mix pairs of images and their classes.
+timm's recipes use the same augmentations: RandAugment, Cutout, random erasing, mixup and CutMix.
 """
 
 import math
@@ -58,9 +57,9 @@ _POSTERIZE = "PosterizeIncreasing"
 
 
 def _make_signed_operation(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
-    """Return the table entry of a RandAugment operation that may get a negative level.
+    """Return the entry in `OPERATIONS` for a RandAugment operation with negative levels.
 
-    The entry is a function that returns the argument center + largest * level, and the value True.
+    The entry consists of a function, which returns center + largest * level, and the value True.
     """
     return lambda level: center + largest * level, True
 
@@ -96,11 +95,11 @@ class Mixture:
     number of images is odd, the middle image stays unchanged.
 
     Attributes:
-        lam: Weight of each image and its class in the result, in [0, 1]. The other image of the
+        lam: Weight in [0, 1] of each image and its class in the mixed image. The other image of the
             pair has the weight 1 - `lam`. With CutMix, `lam` is the fraction of pixels outside the
             box.
-        box: Top, bottom, left and right edge of the box that is taken from the other image
-            (CutMix). Without a box, all pixels are weighted means (mixup).
+        box: Top, bottom, left and right edge of the box that CutMix copies from the other image.
+            Without a box, each pixel is a weighted mean of both images (mixup).
     """
 
     lam: float = 1.0
@@ -119,7 +118,7 @@ class LabelledCrops:
         cutout: Top, bottom, left and right edge of the square that Cutout fills.
         erased: Top, bottom, left and right edge of the rectangle that random erasing fills with
             noise. All edges are 0 if nothing is erased.
-        noise_seed: Seed of the noise for the whole micro-batch.
+        noise_seed: Seed of the noise of random erasing for the whole micro-batch.
         mixture: Parameters of mixup or CutMix for the whole micro-batch.
     """
 
@@ -139,13 +138,13 @@ class LabelledCrops:
 
 @dataclass(frozen=True)
 class SingleCrop(ViewMaker):
-    """One augmented crop of each image, with its class.
+    """One augmented crop of each image, with the class of the image.
 
-    The CPU applies the crop, the flip and RandAugment. The device then applies colour jitter,
-    normalisation, Cutout, random erasing, and mixup or CutMix, in this order.
+    The CPU applies the crop, the flip and RandAugment. On the device, colour jitter, normalisation,
+    Cutout, random erasing, and mixup or CutMix follow in this order.
 
-    Random numbers for an image come from its own generator. The mixture and the noise of a
-    micro-batch come from the generator of its first image.
+    Each image has its own random generator. The generator of the first image also determines the
+    mixture (mixup or CutMix) and the noise of the whole micro-batch.
 
     Attributes:
         scale: Minimum and maximum area of the crop, as a fraction of the image's area.
@@ -154,14 +153,14 @@ class SingleCrop(ViewMaker):
             operation is applied with probability 0.5.
         magnitude: Mean magnitude of RandAugment's operations, in [0, 10].
         magnitude_deviation: Standard deviation of the magnitude of RandAugment's operations.
-        color_jitter: Maximum relative change of brightness, contrast and saturation, in random
-            order. The recipes of DeiT and its successors specify a value, but timm ignores it if
-            RandAugment is used (timm 1.0.31, timm/data/transforms_factory.py, line 187). Use 0 for
-            these recipes.
+        color_jitter: Maximum relative change of brightness, contrast and saturation, which are
+            changed in random order. The recipes of DeiT and its successors specify a value, but
+            timm ignores this value if RandAugment is used (timm 1.0.31,
+            timm/data/transforms_factory.py, line 187). Use 0 for these recipes.
         cutout: Side length in pixels of a square that is filled with the mean colour, or 0 for no
             Cutout. The center of the square may be anywhere in the crop.
-        erasing_probability: Probability that a rectangle is filled with noise. Its area is between
-            2 % and a third of the crop.
+        erasing_probability: Probability that random erasing fills a rectangle with noise. The
+            rectangle covers between 2 % and a third of the crop.
         mixup: Parameter a of the distribution Beta(a, a) from which mixup draws weights, or 0 for
             no mixup.
         cutmix: Parameter a of the distribution Beta(a, a) from which CutMix draws the fraction of
@@ -169,7 +168,7 @@ class SingleCrop(ViewMaker):
         mix_probability: Probability that the images of a micro-batch are mixed.
         switch_probability: Probability of CutMix if both mixup and CutMix are used.
 
-    Source: transforms and `Mixup` of timm. The docstrings of the methods name timm's files.
+    Source: the transforms and the class `Mixup` of timm.
     """
 
     scale: FractionRange = (0.08, 1.0)
@@ -216,12 +215,13 @@ class SingleCrop(ViewMaker):
     def draw_operations(self, generator: np.random.Generator) -> list[Operation]:
         """Draw the RandAugment operations for one crop, in the order of their application.
 
-        `num_ops` operations are drawn from all operations. Each of them is kept with probability
-        0.5. Magnitudes below 0 become 0, and magnitudes above 10 become 10.
+        `num_ops` operations are drawn at random, and each is applied with probability 0.5. Random
+        magnitudes are clipped to [0, 10].
 
         Source: RandAugment, https://arxiv.org/abs/1909.13719, as implemented in
-        timm/data/auto_augment.py of timm 1.0.31. The defaults are timm's "rand-m9-mstd0.5-inc1"
-        with bicubic interpolation. Bicubic interpolation is used by
+        timm/data/auto_augment.py of timm 1.0.31. The default values correspond to timm's
+        configuration "rand-m9-mstd0.5-inc1" with bicubic interpolation. Bicubic interpolation is
+        used by
         https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/main.py
         (line 102), by the fine-tuning of MAE and by Xu et al. (2024). By default, timm chooses
         bicubic or bilinear interpolation at random.
@@ -243,9 +243,9 @@ class SingleCrop(ViewMaker):
         The crops are squares with a side length of `size` pixels.
 
         Source: mixup, https://arxiv.org/abs/1710.09412, and CutMix,
-        https://arxiv.org/abs/1905.04899, like timm 1.0.31, timm/data/mixup.py, `Mixup` in mode
-        "batch". DeiT, MAE and Xu et al. (2024) used timm 0.3 to 0.6. In these versions, boxes with
-        an odd side length are one pixel smaller.
+        https://arxiv.org/abs/1905.04899. The implementation follows the class `Mixup` of timm
+        1.0.31 (timm/data/mixup.py) in mode "batch". DeiT, MAE and Xu et al. (2024) used timm 0.3 to
+        0.6, in which boxes with an odd side length are one pixel smaller.
         """
         mixup, cutmix = self.mixup, self.cutmix
         if not (mixup or cutmix) or generator.random() >= self.mix_probability:
@@ -291,9 +291,9 @@ class SingleCrop(ViewMaker):
         """Augment and normalise the crops on the device.
 
         Returns:
-            The crops, their classes, and a scalar between 0 and 1. If images are mixed in pairs,
-            the scalar is the weight of an image's own class, and the class of the other image of
-            the pair has the remaining weight. Otherwise, the scalar is 1.
+            The crops, their classes, and a scalar in [0, 1], which is the weight of each image's
+            own class. If images are mixed in pairs, the class of the other image has the remaining
+            weight. Without mixing, the scalar is 1.
         """
         images = micro_batch.pixels.to(device, non_blocking=True).float().div_(255)
         if self.color_jitter:
@@ -350,8 +350,7 @@ def apply_operations(
 def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
     """Return the edges of a random square for Cutout, in pixels.
 
-    The center of the square may be anywhere in the image, so the square may extend beyond the
-    border of the image.
+    The center of the square lies in the image, but the square may extend beyond the border.
 
     Args:
         generator: Random number generator of the image.
@@ -367,12 +366,12 @@ def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
 def draw_rectangle(generator: np.random.Generator, size: int, probability: float) -> Edges:
     """Return the edges of a random rectangle to erase, or zeros if nothing is erased.
 
-    The area is between 2 % and a third of the image, which is a square with a side length of `size`
-    pixels. The ratio height / width is between 0.3 and 3.33. Nothing is erased with probability
-    1 - `probability`, or if none of ten random sizes fits into the image.
+    The image is a square with a side length of `size` pixels. The rectangle covers between 2 % and
+    a third of the image, with a ratio height / width between 0.3 and 3.33. Nothing is erased with
+    probability 1 - `probability`, or if none of ten random rectangles fits into the image.
 
-    Source: random erasing, https://arxiv.org/abs/1708.04896, like timm 1.0.31,
-    timm/data/random_erasing.py. Areas and ratios are the default values of `RandomErasing`.
+    Source: random erasing, https://arxiv.org/abs/1708.04896. Areas and ratios are the default
+    values of `RandomErasing` in timm 1.0.31 (timm/data/random_erasing.py).
     """
     if generator.random() < probability:
         for _ in range(_ATTEMPTS):

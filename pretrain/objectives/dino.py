@@ -1,7 +1,8 @@
 """DINO: a student predicts the output of a teacher for other crops of the same image.
 
-The teacher is the exponential moving average of the student. The loss compares all pairs of crops
-(views). It is computed in one pass, and its gradient is hand-written to save memory.
+The teacher is the exponential moving average of the student. The loss compares the outputs of
+student and teacher for all pairs of different crops (views). To save memory, the forward pass
+computes the loss together with its hand-written gradient.
 """
 
 import copy
@@ -40,19 +41,20 @@ _CHUNK = {"cpu": 2_048, "cuda": 8_192}
 
 @dataclass(frozen=True)
 class Dino(Objective):
-    """Hyperparameters of DINO. The default values are the official ones for ImageNet.
+    """Hyperparameters of DINO. The defaults are the official values for ImageNet.
 
     Attributes:
         out_dim: Number of prototypes, each of which gives one output of the head. Small datasets
-            need 8,192 or fewer.
-        norm_last_layer: Whether all prototypes are kept L2-normalised. Training is then more
-            stable, but the encoder is slightly less accurate.
+            need only 8,192 or fewer prototypes.
+        norm_last_layer: Whether all prototypes are kept L2-normalised. Normalised prototypes make
+            training more stable, but the encoder slightly less accurate.
         freeze_last_layer_epochs: Number of epochs at the start of the run before the last layer of
             the head is trained. The default is 1 epoch, but at most a tenth of the run.
-        teacher_temperature_epochs: Number of epochs until the rising temperature of the teacher is
-            constant. The default is 30 epochs, but at most three tenths of the run.
-        momentum: Momentum of the teacher at the first step, from which it rises to 1. Use 0.9995
-            for ImageNet with a batch of 256, and 0.99 or less for a few thousand steps.
+        teacher_temperature_epochs: Number of epochs during which the temperature of the teacher
+            rises. The default is 30 epochs, but at most three tenths of the run.
+        momentum: Momentum of the teacher at the first step. The momentum rises to 1 during the run.
+            Use 0.9995 for ImageNet with a batch size of 256, and 0.99 or less for runs of a few
+            thousand steps.
 
     Source: https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
     """
@@ -85,7 +87,7 @@ class Dino(Objective):
 
         Raises:
             ConfigurationError: The model is not a Vision Transformer. Other encoders may have batch
-                statistics, but the teacher only follows the student's parameters.
+                statistics, which the teacher would not copy from the student.
         """
         del class_names
         model = require_vit(model, "dino", "the teacher does not follow batch statistics")
@@ -185,9 +187,9 @@ class DinoLearner(Learner):
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
         """Update the centre and the weights of the teacher.
 
-        The weights move towards the weights of the student. The centre moves towards the mean
-        output of the teacher in this batch, unless this output or a gradient is not finite. The
-        centre changes once per batch, so the number of micro-batches has no effect.
+        The weights of the teacher move towards the weights of the student. The centre moves towards
+        the mean output of the teacher in this batch, unless this output or a gradient is not
+        finite. The centre is updated once per batch, regardless of the number of micro-batches.
 
         Args:
             step: Number of the optimizer step, from 0.
@@ -214,8 +216,8 @@ class DinoLearner(Learner):
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """Return an error if this row of the log shows that the teacher has collapsed.
 
-        A collapsed teacher gives the same output for every image: equal probabilities for all
-        prototypes, or always the same prototype.
+        A collapsed teacher gives every image the same output: equal probabilities for all
+        prototypes, or all probability on one prototype.
         """
         ceiling = math.log(self.options.out_dim)
         loss, entropy = row["loss"] / ceiling, row["teacher_entropy"] / ceiling
@@ -236,7 +238,7 @@ class DinoLearner(Learner):
 
 
 class DinoNetwork(nn.Module):
-    """An encoder with a projection head, as used for both student and teacher."""
+    """The network of a student or teacher: an encoder with a projection head."""
 
     def __init__(self, backbone: VisionTransformer, head: "DinoHead") -> None:
         super().__init__()
@@ -280,7 +282,7 @@ class DinoHead(nn.Module):
     def forward(self, features: Float[Tensor, "images dim"]) -> Float[Tensor, "images bottleneck"]:
         """Return L2-normalised embeddings, without applying `last_layer`.
 
-        The loss multiplies the embeddings by the prototypes in `last_layer`, in chunks.
+        The loss applies `last_layer` to the embeddings, one chunk of prototypes at a time.
         """
         return F.normalize(self.mlp(features), dim=1)
 
@@ -300,8 +302,7 @@ class Prototypes(nn.Module):
     def forward(self, embeddings: Float[Tensor, "images dim"]) -> Float[Tensor, "images out"]:
         """Return the logits of the prototypes in float32 or float64.
 
-        To save memory, the normalised weight matrix is never computed. The logits are scaled
-        instead.
+        To save memory, the logits are scaled instead of the weight matrix.
         """
         logits = compute_logits(embeddings, self.weight_v)
         return logits * (self.weight_g / self.weight_v.norm(dim=1, keepdim=True)).T
@@ -317,18 +318,17 @@ def cross_view_loss(
 ) -> Float[Tensor, ""]:
     """Compute the DINO loss: the mean cross-entropy over all pairs of student and teacher views.
 
-    Pairs of the same view are left out. Let z be the logits of a student view. Let q be the mean of
+    A view is not compared with itself. Let z be the logits of a student view. Let q be the mean of
     the teacher's probabilities over the m teacher views that differ from this view. The number m is
-    1 for the two views that the teacher sees, and 2 for the others. The loss terms of the student
-    view sum to m (logsumexp(z) - <q, z>), and their gradient is m (softmax(z) - q).
+    1 for the two views that the teacher sees, and 2 for all other views. The loss terms of the
+    student view sum to m (logsumexp(z) - <q, z>), and their gradient is m (softmax(z) - q).
 
-    To save memory, the student's logits are computed for one chunk of prototypes at a time. They
-    are computed twice, once for the normalisers and once for the gradient. Matrix products use the
-    dtype of autocast.
+    To save memory, the student's logits are computed for one chunk of prototypes at a time. These
+    logits are computed twice: for the normaliser of the softmax, and for the gradient. Matrix
+    products are computed in the dtype of autocast.
 
     Args:
-        embeddings: Outputs of the student's head. The first two views are those that the teacher
-            also sees.
+        embeddings: Outputs of the student's head. The teacher also sees the first two views.
         directions: Directions of the prototypes, as vectors of any non-zero length.
         lengths: Lengths of the prototypes. The logits are embeddings @ (lengths * unit).T /
             temperature, where `unit` contains the L2-normalised directions.
@@ -368,11 +368,11 @@ class _CrossView(torch.autograd.Function):
             return directions[chunk] * inverse_norm, inverse_norm
 
         def compare(unit: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-            """Return the weights, the student's logits and the targets for a chunk of prototypes.
+            """Return weights, logits of all student views, and targets for a chunk of prototypes.
 
-            `unit` contains the normalised directions of these prototypes. The weights are the
-            prototypes divided by the temperature. The logits are those of all views. The target of
-            each global view is the output of the teacher for the other global view.
+            `unit` contains the normalised directions of the prototypes in the chunk. The weights
+            are the prototypes divided by the temperature. The target of each global view is the
+            output of the teacher for the other global view.
             """
             weights = (unit * (lengths[chunk] / temperature)).to(student.dtype)
             logits = compute_logits(student, weights).to(targets.dtype)
@@ -418,12 +418,12 @@ def compute_logits(
 ) -> Float[Tensor, "*images out"]:
     """Compute the logits embeddings @ weights.T, and return them in float32.
 
-    Both factors are first converted to the dtype that autocast would use for the embeddings. If
-    this is float64, the result is float64, too.
+    Embeddings and weights are first converted to the dtype that autocast would use for the
+    embeddings. If this dtype is float64, the logits are float64, too.
 
-    On a GPU, the product of bfloat16 factors is not rounded to bfloat16. Rounding could change a
-    cosine divided by a temperature of 0.04 by up to 0.06. PyTorch cannot compute gradients of such
-    a product.
+    On a GPU, the product of bfloat16 matrices is not rounded to bfloat16. Rounding could change a
+    cosine divided by a temperature of 0.04 by up to 0.06. PyTorch cannot compute gradients of a
+    bfloat16 product with a float32 result.
     """
     dtype = _product_dtype(embeddings)
     embeddings, weights = embeddings.to(dtype), weights.to(dtype)

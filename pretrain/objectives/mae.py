@@ -33,15 +33,15 @@ class Mae(Objective):
     """Hyperparameters of MAE.
 
     The published decoder for ViT-B and larger encoders has a width of 512, 8 blocks and 16 heads.
-    The default decoder is meant for ViT-S. As in the paper, the decoder has two thirds of the
-    encoder's width, and its heads have a width of 32.
+    The default decoder is meant for ViT-S. Like the published decoder for ViT-B, the default
+    decoder has two thirds of the encoder's width, and each head has a width of 32.
 
     Attributes:
         mask_ratio: Fraction of the patches that the encoder does not see.
-        normalised_pixels: Whether the pixels of each target patch are shifted and scaled to mean 0
-            and standard deviation 1. Otherwise the targets are the pixels of the normalised image.
-        gray_decoder: Whether the blocks of the decoder use token graying, like the blocks of the
-            encoder. Token graying increases the small singular values of the token matrix.
+        normalised_pixels: Whether to normalise the target pixels of each patch to mean 0 and
+            standard deviation 1. If false, the targets are the pixels of the normalised image.
+        gray_decoder: Whether the decoder blocks also use the token graying of the encoder. Token
+            graying increases the small singular values of the token matrix.
 
     Source: https://arxiv.org/abs/2111.06377, and
     https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/models_mae.py
@@ -80,8 +80,8 @@ class Mae(Objective):
 
         Raises:
             ConfigurationError: The model is not a Vision Transformer, or the mask ratio hides none
-                or all of its patches. Or `gray_decoder` is true, but the encoder has no token
-                graying.
+                or all of its patches. The error is also raised if `gray_decoder` is true, but the
+                encoder has no token graying.
         """
         del timeline, class_names
         model = require_vit(model, "mae", "other encoders cannot leave out patches")
@@ -121,8 +121,8 @@ class MaeLearner(Learner):
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """Compute the mean squared error of the pixels in the hidden patches.
 
-        The patches to hide are drawn from PyTorch's global generator, which the trainer seeds at
-        each step. They may depend on the number of micro-batches into which a batch is divided.
+        PyTorch's global random generator, which the trainer seeds at each step, selects the patches
+        to hide. The selection may depend on the number of micro-batches in a batch.
 
         Args:
             network: The student network, possibly wrapped for training on several devices.
@@ -130,9 +130,9 @@ class MaeLearner(Learner):
             step: Ignored.
 
         Returns:
-            The loss, and `mean_loss` for the log: the loss of a decoder that predicts the mean of
-            each hidden patch. If `normalised_pixels` is false, this decoder instead predicts the
-            mean colour of all hidden pixels of an image.
+            The loss, and `mean_loss` for the log: the loss of a constant prediction. The constant
+            is the mean of each hidden patch or, if `normalised_pixels` is false, the mean colour of
+            all hidden pixels of an image.
         """
         del step
         (images,) = views
@@ -160,7 +160,7 @@ class MaeLearner(Learner):
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """Return an error if this row of the log shows that the decoder predicts only the mean.
 
-        Its loss is then about as high as the loss of a constant prediction for each image or patch.
+        The loss of such a decoder is about that of a constant prediction for each image or patch.
         """
         if row["loss"] < _LEARNED_SHARE * row["mean_loss"]:
             return None
@@ -188,8 +188,8 @@ class MaeNetwork(nn.Module):
 
         Args:
             images: Normalised images.
-            order: A permutation of the patch numbers for each image. The encoder sees the first
-                `num_visible` of them.
+            order: A permutation of the patch indices for each image. The encoder sees only the
+                first `num_visible` patches of this permutation.
         """
         return self.decoder(self.encode(images, order[:, : self.num_visible]), order)
 
@@ -202,7 +202,7 @@ class MaeNetwork(nn.Module):
 
         Args:
             images: Normalised images.
-            visible: Numbers of the visible patches of each image, in the order of the output.
+            visible: Indices of each image's visible patches, in the order of the output tokens.
         """
         tokens, num_prefix = self.backbone.embed(images), self.backbone.config.num_prefix_tokens
         patches = gather_patches(tokens[:, num_prefix:], visible)
@@ -249,7 +249,7 @@ class MaeDecoder(nn.Module):
 
         Args:
             tokens: Output of the encoder: [CLS], registers and visible patches.
-            order: A permutation of the patch numbers for each image. The visible patches come
+            order: A permutation of the patch indices for each image. The visible patches come
                 first, in the order of `tokens`.
         """
         tokens, num_prefix = self.embed(tokens), self.num_prefix_tokens
@@ -266,7 +266,7 @@ class MaeDecoder(nn.Module):
 def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches values"]:
     """Divide images into patches in row-major order, and return the pixels of each patch.
 
-    The pixels of a patch are in row-major order, too. The three colour values of a pixel are
+    The pixels within a patch are also in row-major order. The three colour values of a pixel are
     consecutive.
     """
     tiles = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))

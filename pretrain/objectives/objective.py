@@ -1,7 +1,6 @@
 """Base classes of objectives: `Objective` contains the options, `Learner` computes the loss.
 
-The trainer uses every objective through these two classes. It passes views of images (such as
-crops) to a learner, and receives a loss.
+The trainer passes views of images (such as crops) to a learner, which returns the loss.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +27,8 @@ class Learner(nn.Module, ABC):
 
     Attributes:
         options: The objective that built this learner.
-        student: The module whose parameters are trained. Its attribute `backbone` is an encoder.
+        student: The module whose parameters are trained. The attribute `backbone` of this module is
+            an encoder.
     """
 
     student: Any
@@ -45,16 +45,16 @@ class Learner(nn.Module, ABC):
 
     @property
     def encoders(self) -> Sequence[EncoderModule]:
-        """Return all encoders that get the weights of `init_from`, if this option is set.
+        """Return all encoders that get the weights of the checkpoint `init_from`, if it is set.
 
-        By default, this is only the encoder that is saved and evaluated.
+        By default, only the encoder that is saved and evaluated is returned.
         """
         return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
         """Return the modules that `torch.compile` may compile. By default, these are the encoders.
 
-        The shapes of their inputs must be the same in all steps.
+        The inputs of a compiled module must have the same shapes in all steps.
         """
         return self.encoders
 
@@ -65,13 +65,13 @@ class Learner(nn.Module, ABC):
         """Compute the loss of a micro-batch.
 
         Args:
-            network: The student network. If there are several processes, it is wrapped in
+            network: The student network. With several processes, the network is wrapped in
                 DistributedDataParallel.
-            views: Views as returned by `ViewMaker.augment_on_device`.
+            views: Views that `ViewMaker.augment_on_device` returned.
             step: Number of the optimizer step, from 0.
 
         Returns:
-            The loss, and values for the log: scalar tensors without gradients, by name.
+            The loss, and a dictionary of scalar tensors without gradients for the log.
         """
 
     def freeze_gradients(self, step: int) -> None:
@@ -83,13 +83,13 @@ class Learner(nn.Module, ABC):
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
         """Update the networks that follow the student, such as DINO's teacher.
 
-        The trainer calls this after the optimizer has updated the student. By default, there are no
-        such networks.
+        The trainer calls this method after the optimizer has updated the student. By default, this
+        method does nothing.
 
         Args:
             step: Number of the optimizer step, from 0.
-            found_inf: Whether a gradient of this step was not finite. The optimizer has then left
-                the student unchanged. The method is called nevertheless.
+            found_inf: Whether a gradient of this step was not finite. In this case, the optimizer
+                has not changed the student.
         """
 
     def scheduled_values(self, step: int) -> dict[str, float]:
@@ -100,8 +100,8 @@ class Learner(nn.Module, ABC):
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """Return an error if this row of the log is typical of a run that does not learn.
 
-        The error is raised after `train.collapse_patience` consecutive rows of this kind. Its hint
-        recommends options that may help.
+        The run ends with this error after `train.collapse_patience` consecutive rows for which an
+        error is returned. The hint of the error recommends options that may help.
         """
         del row
 
@@ -110,8 +110,8 @@ class PeriodicEvaluation(ABC):
     """Base class of evaluations that a run repeats every few epochs without changing the learner.
 
     Attributes:
-        cost_options: Names of the options that determine how long an evaluation takes. The message
-            about slow evaluations lists them.
+        cost_options: Names of the options that determine how long an evaluation takes. A message
+            about a slow evaluation lists these options.
     """
 
     cost_options: str
@@ -129,11 +129,11 @@ class PeriodicEvaluation(ABC):
 
 
 class Objective(ABC):
-    """Base class of objectives, whose fields are hyperparameters. A subclass is a frozen dataclass.
+    """Base class of objectives. A subclass is a frozen dataclass whose fields are hyperparameters.
 
     Attributes:
         crops: The `ViewMaker` that turns samples into views.
-        noun: Plural noun for training samples, such as "images". It is used in messages.
+        noun: Plural noun for training samples in messages, such as "images".
     """
 
     crops: Any
@@ -154,7 +154,7 @@ class Objective(ABC):
             model: Configuration of the encoder.
             timeline: Length of the run, for schedules.
             seed: Seed of all initial weights. The global random state stays unchanged.
-            class_names: Classes of the training images. Empty if the images have no labels.
+            class_names: Class names of the training images, or an empty sequence without labels.
 
         Raises:
             ConfigurationError: The objective cannot train this encoder or use these classes.
@@ -166,23 +166,23 @@ class GeneratingObjective(Objective, ABC):
 
     @abstractmethod
     def images(self) -> ImageSet:
-        """Return an image set with one empty image for each sample of an epoch.
+        """Return an image set with one placeholder image for each sample of an epoch.
 
-        The objective generates the samples itself, so the image set only supplies their ids.
+        The image set only supplies ids, because the objective generates the samples.
         """
 
     @abstractmethod
     def build_evaluator(self, learner: Any, timeline: Timeline) -> PeriodicEvaluation:
         """Return an object that evaluates the learner during training.
 
-        It replaces the monitor, which evaluates encoders on labelled images.
+        This evaluation replaces the monitor, which evaluates encoders on labelled images.
         """
 
 
 def derive_seed(seed: int, part: str) -> int:
     """Derive the seed of a network part, such as "head" or "decoder", from the seed of the run.
 
-    If a part used the seed of the run itself, it would get the same random numbers as the encoder.
+    A part with the seed of the run itself would get the same random numbers as the encoder.
     """
     name = int.from_bytes(part.encode())
     (state,) = np.random.SeedSequence((_PART, seed, name)).generate_state(1, np.uint64)

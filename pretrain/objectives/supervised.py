@@ -27,7 +27,7 @@ class Supervised(Objective):
             classes, the run ends with an error.
         label_smoothing: Fraction of the target probability that is spread evenly over all classes.
 
-    Source: head and label smoothing of DeiT, https://arxiv.org/abs/2012.12877.
+    Source of the head and the label smoothing: DeiT, https://arxiv.org/abs/2012.12877.
     """
 
     num_classes: Count | None = None
@@ -85,17 +85,18 @@ class SupervisedLearner(Learner):
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """Compute the cross-entropy for images that mixup or CutMix may have mixed in pairs.
 
-        Image i is mixed with image batch - 1 - i. The loss and the accuracy are weighted means over
-        the classes of these two images.
+        In a batch of n images, image i is mixed with image n - 1 - i. The loss and the accuracy are
+        weighted means over the classes of the two mixed images.
 
         Args:
             network: The student network, possibly wrapped for training on several devices.
-            views: Images [batch, 3, height, width], their classes [batch], and a scalar between 0
-                and 1: the weight of every image's own class.
+            views: Images [batch, 3, height, width], their classes [batch], and a scalar in [0, 1],
+                which is the weight of each image's own class.
             step: Ignored.
 
         Returns:
-            The loss, and `train_top1` for the log, the top-1 accuracy on the batch in percent.
+            The loss, and the top-1 accuracy on the batch in percent, which is logged as
+            `train_top1`.
         """
         del step
         images, labels, lam = views
@@ -114,7 +115,6 @@ class SupervisedLearner(Learner):
     ) -> Float[Tensor, "batch classes"]:
         """Return the logits of normalised images, for any batch size.
 
-        The encoder is run without compiled code, because `torch.compile` would compile it again for
-        each new batch size.
+        The encoder runs without `torch.compile`, which would recompile it for each batch size.
         """
         return self.student.head(self.student.backbone.forward(images))

@@ -31,27 +31,28 @@ class OptimizerRecipe:
     """Base class for the hyperparameters of an optimizer. A subclass is a frozen dataclass.
 
     Attributes:
-        lr: Learning rate for batch size 256. The trainer multiplies it by batch size / 256.
+        lr: Learning rate for batch size 256, which the trainer multiplies by batch size / 256.
     """
 
     lr: RateOrZero
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Build the optimizer for parameter groups, as `parameter_groups` returns them.
+        """Build the optimizer for the parameter groups that `parameter_groups` returns.
 
         Before each step, the trainer sets the keys `lr` and `weight_decay` of the optimizer's
-        groups, so their order must not change. It also sets the attribute `found_inf`. If it is 1,
-        a gradient is not finite, and `step` must change nothing.
+        groups, so the order of the groups must not change. The trainer also sets the optimizer's
+        attribute `found_inf`. If `found_inf` is 1, a gradient is not finite, and `step` must change
+        nothing.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AdamW(OptimizerRecipe):
-    """Hyperparameters of AdamW. DINO uses the default values.
+    """Hyperparameters of AdamW. The default values are those of DINO.
 
-    The fused implementation of torch updates many parameters with one kernel, and respects
-    `found_inf`.
+    The fused implementation of torch updates many parameters with one kernel, and changes nothing
+    if `found_inf` is 1.
     """
 
     lr: RateOrZero = 5e-4
@@ -77,13 +78,13 @@ class Soap(OptimizerRecipe):
             for language models.
         shampoo_beta: Decay rate of Shampoo's statistics, the moving averages of g @ g.T for the
             gradient g. The default is `betas[1]`.
-        precondition_frequency: Number of steps between two refreshes of an eigenbasis, the
-            eigenvectors of these statistics.
-        max_precond_dim: Axes of a parameter that are longer than this have no eigenbasis.
-        stagger: Whether different eigenbases are refreshed at different steps. All steps then take
-            equally long. The mean time of a step is longer, because a GPU decomposes many matrices
-            together in little more time than one.
-        shard_refreshes: Whether the processes of a run divide the refreshes among themselves.
+        precondition_frequency: Number of steps between two refreshes of an eigenbasis, which
+            consists of the eigenvectors of Shampoo's statistics.
+        max_precond_dim: Maximum length of a parameter's axis for which an eigenbasis is computed.
+        stagger: Whether different eigenbases are refreshed at different steps. With staggered
+            refreshes, all steps take equally long. The mean time of a step is longer, because a GPU
+            decomposes many matrices in little more time than one.
+        shard_refreshes: Whether the processes of a run share the computation of eigenbases.
     """
 
     lr: RateOrZero = 5e-4
@@ -111,21 +112,22 @@ def parameter_groups(
     """Divide parameters into groups with and without weight decay. Frozen parameters are left out.
 
     Biases and parameters with one axis have no weight decay. The official DINO applies weight decay
-    to the class token, registers, the mask token and the position embedding. timm and DeiT do not
-    (`decay_tokens=False`).
+    to the class token, registers, the mask token and the position embedding. timm and DeiT exempt
+    these parameters (`decay_tokens=False`).
 
     Args:
         named_parameters: Names and parameters of the student network.
-        layer_decay: Factor by which the learning rate decreases from each layer to the layer before
-            it, in (0, 1].
+        layer_decay: Factor in (0, 1] by which the learning rate decreases from each layer to the
+            preceding layer.
         decay_tokens: Whether tokens and position embeddings have weight decay.
 
     Returns:
-        A group with weight decay and a group without, in this order. If `layer_decay` is not 1,
-        each layer has two such groups. The embedding is the first layer, and each module of
-        `blocks` is a further one. `norm` and everything outside the encoder, such as the head, form
-        the last layer. Each of these groups has the key `lr_scale`, by which its learning rate is
-        multiplied. It is `layer_decay` to the power of the number of layers that follow.
+        A group with weight decay and a group without weight decay, in this order. If `layer_decay`
+        is not 1, each layer has two such groups. The first layer is the embedding, and each module
+        of `blocks` is a further layer. The last layer consists of `norm` and all modules outside
+        the encoder, such as the head. Each of these groups has the key `lr_scale`, by which the
+        trainer multiplies the learning rate of the group. The scale is `layer_decay` to the power
+        of the number of subsequent layers.
 
     Raises:
         ConfigurationError: `layer_decay` is not 1, and the encoder has no sequence of blocks.
@@ -135,7 +137,7 @@ def parameter_groups(
             https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
         tokens: `no_weight_decay` of
             https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/models_v2.py
-        layers: BEiT, https://arxiv.org/abs/2106.08254, like `param_groups_lrd` of
+        layers: BEiT, https://arxiv.org/abs/2106.08254, in the implementation `param_groups_lrd` of
             https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/util/lr_decay.py
     """
     named = [(name, value) for name, value in named_parameters if value.requires_grad]
@@ -163,9 +165,9 @@ def parameter_groups(
 def _split_by_decay(
     named: Iterable[tuple[str, nn.Parameter]], *, decay_tokens: bool
 ) -> list[dict[str, Any]]:
-    """Divide named parameters into a group with weight decay and a group without.
+    """Divide named parameters into one group with weight decay and one group without weight decay.
 
-    If `decay_tokens` is false, tokens and position embeddings are in the group without.
+    If `decay_tokens` is false, tokens and position embeddings have no weight decay.
     """
     decayed, exempt = [], []
     for name, parameter in named:
@@ -184,13 +186,14 @@ def clip_gradients(
     Args:
         parameters: Parameters, some of which may have no gradient.
         max_norm: Largest allowed Euclidean norm.
-        global_norm: Whether `max_norm` limits the norm of all gradients together.
+        global_norm: Whether `max_norm` limits the norm of all gradients together, not of each
+            gradient.
 
     Returns:
         The norm of each gradient before clipping, as a tensor on the device. Nothing is copied to
         CPU memory, so the CPU does not wait for the device.
 
-    Source: If `global_norm` is true, `torch.nn.utils.clip_grad_norm_`. If it is false, the function
+    Source: `torch.nn.utils.clip_grad_norm_` if `global_norm` is true, and otherwise
     `clip_gradients` in
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
     """

@@ -25,27 +25,26 @@ Matrices = dict[int, Float[Tensor, "members _ _"]]
 
 
 class SOAP(torch.optim.Optimizer):
-    """A SOAP optimizer with the results of its authors' code and far fewer kernel launches.
+    """A SOAP optimizer with the same results as its authors' code, but far fewer kernel launches.
 
     The first gradient g of a parameter only initialises its statistics (moving averages of g @ g.T)
-    and its bases (eigenvectors of the statistics). In this step, the parameter is neither updated
-    nor decayed. Each parameter has its own step count. If a parameter has no gradients in early
-    steps, its bias correction starts with its own first gradient.
+    and its bases (eigenvectors of the statistics). In the step of its first gradient, a parameter
+    is neither updated nor decayed. Each parameter has its own step count, so its bias correction
+    starts with its own first gradient.
 
-    Each axis of a parameter with two or more dimensions has its own basis, as by default in the
-    authors' code. Axes of length 1 or longer than `max_precond_dim` have none. The convolution of a
-    patch embedding therefore has four bases. Vectors and scalars are updated by plain Adam. The
-    state and the decompositions are float64 for float64 parameters and float32 otherwise. The
-    authors' code always uses float32.
+    Each axis of a parameter with two or more dimensions has its own basis, which is also the
+    default of the authors' code. Axes of length 1 and axes longer than `max_precond_dim` have no
+    basis. For example, the convolution weight of a patch embedding has four bases. Vectors and
+    scalars are updated by plain Adam. The optimizer state and the decompositions are in float64 for
+    float64 parameters, and in float32 otherwise. The authors' code always uses float32.
 
-    A step waits for the device only if a parameter has its first gradient. If the attribute
-    `found_inf` is 1, as set by torch.amp.GradScaler, the step changes no parameter, moment,
-    statistic or basis, whatever values the gradients have. Only the count of skipped steps
-    increases. If this happens at the first gradient of a parameter, the bases of the parameter are
-    the unit vectors until the next refresh.
+    The CPU waits for the device only in a step in which a parameter has its first gradient. If the
+    attribute `found_inf` is 1, the step changes no parameter, moment, statistic or basis, whatever
+    values the gradients have. torch.amp.GradScaler sets this attribute. A step with `found_inf` = 1
+    only increases the count of skipped steps. If the step of a parameter's first gradient is
+    skipped, the bases of the parameter are the unit vectors until the next refresh.
 
     Args:
-        params: Parameters or parameter groups.
         lr: Learning rate.
         betas: Decay rates of the mean gradient and of the mean squared gradient, in [0, 1).
         shampoo_beta: Decay rate of the statistics, in [0, 1). The default is `betas[1]`.
@@ -53,18 +52,19 @@ class SOAP(torch.optim.Optimizer):
         weight_decay: Decoupled weight decay.
         precondition_frequency: Number of steps between two refreshes of a basis.
         max_precond_dim: Maximum length of an axis that has a basis.
-        stagger: Whether the refreshes of different bases take place at different steps. By default
-            all bases are refreshed at the same step.
+        stagger: Whether different bases are refreshed at different steps. By default, all bases are
+            refreshed at the same step.
         shard_refreshes: Whether the processes of `torch.distributed` divide the decompositions
-            among themselves. By default each process computes all decompositions, and all processes
-            use the results of the first one.
+            among themselves. By default, each process computes all decompositions, and all
+            processes use the results of rank 0.
 
     Raises:
         ValueError: `precondition_frequency` or a decay rate is out of range.
 
-    Source: Vyas et al., https://arxiv.org/abs/2409.11321, algorithm 3, and the behaviour of
-    https://github.com/nikhilvyas/SOAP at a1e5535, which applies the weight decay after the update.
-    A refresh takes time proportional to the cube of the length of each axis.
+    Source: algorithm 3 of Vyas et al., https://arxiv.org/abs/2409.11321, and the authors' code,
+    https://github.com/nikhilvyas/SOAP at commit a1e5535. As in the authors' code, the weight decay
+    is applied after the update. The time of a refresh is proportional to the cube of the length of
+    each axis.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SOAP(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
-        If `closure` is given, call it first and return the loss that it returns.
+        If the function `closure` is given, call `closure` first, and return its result (the loss).
         """
         loss = None
         if closure is not None:
@@ -140,8 +140,8 @@ class SOAP(torch.optim.Optimizer):
     def _count_step(self, stacks: Sequence["Stack"]) -> "Factors":
         """Increase the step counts of the parameters, and return the scalar factors of this step.
 
-        If the attribute `found_inf` is 1, also count the step as skipped, except for parameters
-        with their first gradient.
+        If the attribute `found_inf` is 1, the step also counts as skipped for all parameters that
+        have had a gradient before.
         """
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
@@ -198,8 +198,8 @@ class SOAP(torch.optim.Optimizer):
 
         Args:
             group: Parameter group of the optimizer.
-            skipped_by_step: Number of steps that were skipped because a gradient was not finite,
-                by step count. Missing entries are added to this dictionary.
+            skipped_by_step: Number of skipped steps for each step count of parameters. A step is
+                skipped if a gradient is not finite. Missing entries are added to this dictionary.
         """
         stackable: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for p in group["params"]:
@@ -224,17 +224,18 @@ class SOAP(torch.optim.Optimizer):
 class Stack:
     """Parameters of the same shape and step count, with their optimizer states stacked in tensors.
 
-    All of them belong to one parameter group. `Optimizer.state` contains views of the stacked
-    tensors for each parameter. These views are sufficient to build the stack again.
+    All parameters of a stack belong to the same parameter group. For each parameter,
+    `Optimizer.state` contains views of the stacked tensors, from which the stack can be rebuilt.
 
     Attributes:
         parameters: Parameters in the stack, which are called its members.
-        step: Number of gradients that each member has received after its first one, or -1 before
-            the first one.
+        step: Number of gradients that each member has received after its first gradient, or -1
+            before the first gradient.
         skipped: Number of steps that were skipped after the first gradient, as a scalar on the
-            device. Stacks with the same step count share it.
-        phases: Offset of the refreshes of each member, 0 unless refreshes are staggered. The bases
-            are refreshed when `step` plus the offset is a multiple of `precondition_frequency`.
+            device. Stacks with the same step count share this tensor.
+        phases: Offset of each member's refreshes. The bases of a member are refreshed when `step`
+            plus the offset is a multiple of `precondition_frequency`. All offsets are 0 unless
+            refreshes are staggered.
         index: Index of the stack within its group.
         exp_avg: Mean gradient in the eigenbases.
         exp_avg_sq: Mean squared gradient in the eigenbases.
@@ -260,9 +261,7 @@ class Stack:
         return stacked.to(self.exp_avg.dtype)
 
     def due_members(self, frequency: int) -> Iterator[slice]:
-        """Yield slices of those members whose bases must be refreshed at this step.
-
-        A slice contains the indices of consecutive members (parameters in the stack).
+        """Yield slices of consecutive members (parameters) whose bases are refreshed at this step.
 
         Args:
             frequency: Number of steps between two refreshes of a basis.
@@ -276,7 +275,7 @@ class Stack:
     def member_state(self, member: int) -> dict[str, Any]:
         """Return the optimizer state of the parameter with the index `member` in the stack.
 
-        Its tensors are views of the stacked tensors.
+        The tensors of this state are views of the stacked tensors.
         """
         return {
             "step": self.step,
@@ -298,11 +297,11 @@ def make_stack(
 ) -> Stack:
     """Stack parameters of equal shape together with their optimizer states.
 
-    A parameter without a state gets one that contains zeros.
+    A parameter without a state gets a state of zeros.
 
     Args:
         parameters: Parameters of the same shape, dtype, device and step count.
-        states: State of each parameter. Before the first gradient, all of them are empty.
+        states: State of each parameter. Before the first gradient, all states are empty.
         group: Parameter group of the optimizer.
         index: Index of the stack within its group.
         skipped: Number of steps that were skipped after the first gradient.
@@ -331,11 +330,11 @@ def make_stack(
 
 
 def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int) -> dict[str, Any]:
-    """Return the state of a parameter before its first gradient. All tensors contain zeros.
+    """Return the state of a parameter before its first gradient. All its tensors are zero.
 
     Args:
         parameter: The parameter.
-        group: Its parameter group in the optimizer.
+        group: Parameter group that contains the parameter.
         phase: The eigenbases are refreshed in steps where (step + phase) is a multiple of the
             group's `precondition_frequency`.
     """
@@ -361,8 +360,7 @@ def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int)
 class Factors:
     """Scalar factors of one optimizer step, such as decay rates and step sizes, on the device.
 
-    If the step is skipped, factors are 1 and step sizes are 0, so that nothing changes. Each scalar
-    is computed only once.
+    In a skipped step, factors are 1 and step sizes are 0, so that no tensor changes.
 
     Args:
         is_skipped: Scalar that is 1 if the step is to be skipped, and 0 otherwise.
@@ -387,7 +385,7 @@ class Factors:
     def step_size(self, stack: Stack, group: dict[str, Any]) -> Float[Tensor, ""]:
         """Return the negative learning rate with Adam's bias correction.
 
-        It is 0 if a gradient of this step is not finite.
+        The result is 0 if a gradient of this step is not finite.
 
         Args:
             stack: Parameters with the same step count.
@@ -409,10 +407,10 @@ def take_adam_step(
     """Take one step of Adam in the eigenbases, and then apply the decoupled weight decay.
 
     Args:
-        stacks: Stacked parameters. They and their moments are changed in place.
-        gradients: Gradients of each stack. In a skipped step, they must be 0.
-        group: Parameter group with learning rate, decay rates, epsilon and weight decay.
-        factors: Scalar factors of this step. In a skipped step, they prevent any change.
+        stacks: Stacked parameters, which are changed in place together with their moments.
+        gradients: Gradients of each stack, which must be 0 in a skipped step.
+        group: Parameter group with the learning rate, decay rates, epsilon and weight decay.
+        factors: Scalar factors of this step, which prevent any change in a skipped step.
     """
     beta1, beta2 = group["betas"]
     rotated = [rotate(g, stack.bases) for stack, g in zip(stacks, gradients, strict=True)]
@@ -444,11 +442,12 @@ def update_statistics(
 ) -> None:
     """Update the moving average of g @ g.T for each axis (mode) of the parameters.
 
-    Here g is the gradient, unfolded along this axis. In a skipped step, no average changes.
+    The matrix g is the gradient of a parameter, unfolded along this axis. In a skipped step, no
+    average changes.
 
     Args:
         stacks: Stacked parameters.
-        gradients: Gradients of each stack. In a skipped step, they must be 0.
+        gradients: Gradients of each stack, which must be 0 in a skipped step.
         beta: Decay rate of the averages, in [0, 1).
         factors: Scalar factors of this step.
     """
@@ -472,7 +471,8 @@ def refresh_bases(
     Args:
         stack: Parameters of equal shape, with their optimizer states.
         members: Indices of the parameters whose bases are updated.
-        is_skipped: Whether the step is skipped, as a scalar on the device. Nothing then changes.
+        is_skipped: Scalar on the device that states whether the step is skipped, so that nothing
+            changes.
         shard: Whether the processes of a run divide the decompositions among themselves.
     """
     bases = {mode: stacked[members] for mode, stacked in stack.bases.items()}
@@ -497,7 +497,7 @@ def refresh_bases(
 def rotate(
     tensors: Float[Tensor, " members *shape"], bases: Matrices
 ) -> Float[Tensor, " members *shape"]:
-    """Express tensors in other bases, one for each axis, and return their coordinates.
+    """Return the coordinates of tensors in the given bases, with one basis for each axis.
 
     The columns of each matrix in `bases` are the basis vectors. An axis without a basis stays
     unchanged.
@@ -523,7 +523,7 @@ def rotate_back(
 def compute_eigenvectors(matrices: Float[Tensor, "members n n"]) -> Float[Tensor, "members n n"]:
     """Return the eigenvectors of symmetric matrices as columns, by descending eigenvalue.
 
-    The computation waits for the device, but takes place only once for each parameter.
+    The CPU waits for the result, but eigenvectors are computed only once for each parameter.
     """
     try:
         vectors = torch.linalg.eigh(matrices)[1]
@@ -562,10 +562,10 @@ def orthonormalise(
         matrices: Square matrices.
         fallback: Result for a matrix whose decomposition fails on a GPU.
         rank_offset: Number that is added to the rank of each process before the matrices are
-            divided among processes. If there are few matrices, only some processes have work, and
-            the offset determines which.
-        shard: Whether each process decomposes only some of the matrices. Otherwise, each process
-            decomposes all of them, and the result of the first process is used.
+            divided among processes. If there are fewer matrices than processes, this offset
+            determines which processes have work.
+        shard: Whether each process decomposes only some of the matrices. If false, each process
+            decomposes all matrices, and the result of rank 0 is used.
     """
     world = dist.get_world_size() if shard and dist.is_initialized() else 1
     if world == 1:
@@ -583,17 +583,19 @@ def _compute_q(
 ) -> Float[Tensor, "members n n"]:
     """Return the Q factors of the QR decompositions of all matrices.
 
-    If a decomposition fails on a GPU, the matrix in `fallback` is returned instead of its Q factor.
+    If a decomposition fails on a GPU, the corresponding matrix in `fallback` is returned instead of
+    the Q factor.
 
-    On a GPU, a Cholesky factorisation is used, and the signs of columns may differ. The reason is
-    that cuSOLVER decomposes stacked matrices one after the other. On an H200, this takes 88 ms for
-    12 matrices with 1,536 rows. The Cholesky factorisation of the matrix products takes 8 ms for
-    the whole stack.
+    On a GPU, Cholesky factorisation is used, and the columns of a Q factor may have other signs.
+    Cholesky factorisation is faster, because cuSOLVER computes the QR decompositions of stacked
+    matrices one after the other. For 12 matrices with 1,536 rows, an H200 needs 88 ms with cuSOLVER
+    and 8 ms with Cholesky factorisation of the matrix products.
 
-    The columns have very different lengths after a power iteration, so they are scaled first. In
-    early steps, the statistics may not have full rank. The columns are then linearly dependent,
-    and a single factorisation would fail. Three factorisations with a shift (a small number added
-    to the diagonal) therefore precede one without.
+    The columns have very different lengths after a power iteration, so the columns are scaled
+    first. In early steps, the columns may be linearly dependent, because the statistics may not
+    have full rank. A single Cholesky factorisation of dependent columns would fail. Therefore,
+    three factorisations with a shift (a small number added to the diagonal) precede a factorisation
+    without a shift.
 
     Source: shifted Cholesky QR, Fukaya et al., https://arxiv.org/abs/1809.11085.
     """

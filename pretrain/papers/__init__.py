@@ -1,1 +1,1 @@
-"""Objectives that only one paper uses. They are imported only if a run selects them by name."""
+"""Objectives of single papers. An objective is imported only if a run selects it by name."""

@@ -1,9 +1,9 @@
 """The copying task: a state space model reads a random string and then repeats it.
 
 Strings are drawn at random and never stored. A string of n letters becomes a row of 2 n + 2 tokens,
-`x_1 ... x_n | x_1 ... x_n .`, with the delimiter `|` and the stop `.`. Letters have the numbers 0
-to k - 1, the delimiter has the number k, and the stop k + 1. The model reads all tokens except the
-stop. The loss covers only the predictions after the delimiter.
+`x_1 ... x_n | x_1 ... x_n .`, with the delimiter `|` and the stop `.`. With k different letters,
+the tokens 0 to k - 1 are letters, token k is the delimiter, and token k + 1 is the stop. The model
+reads all tokens except the stop token. The loss covers only the predictions after the delimiter.
 """
 
 import hashlib
@@ -43,20 +43,20 @@ Rows = Int64[Tensor, "batch row"]
 
 @dataclass(frozen=True)
 class Copying(GeneratingObjective):
-    """Objective of the copying task: the cross-entropy of next tokens in copies of random strings.
+    """Objective of the copying task: the cross-entropy of next tokens in copied random strings.
 
     Attributes:
         length: Number of letters in a training string.
-        letters: Number of different letters. `model.num_tokens` must be larger by two, for the
-            delimiter and the stop token.
+        letters: Number of different letters. The option `model.num_tokens` must be this number plus
+            two, for the delimiter and the stop token.
         test_lengths: Numbers of letters in test strings. Each length is tested separately.
         test_strings: Number of test strings of each length.
         test_epochs: Number of epochs between two tests. There is also a test after the last step.
 
-    Source: equation 3.36 of Trockman's thesis (2025), which uses the pipeline of
-    https://arxiv.org/abs/2402.01032. In the pipeline, several strings with their own delimiters
-    fill a row of 220 tokens, and the model keeps its state between strings. In this suite, a
-    row contains one string.
+    Source: equation 3.36 of Trockman's thesis (2025), which uses the data pipeline of
+    https://arxiv.org/abs/2402.01032. In that pipeline, a row of 220 tokens contains several
+    strings, each with its own delimiter, and the model keeps its state between strings. In this
+    suite, a row contains only one string.
     """
 
     length: Count = 50
@@ -76,7 +76,7 @@ class Copying(GeneratingObjective):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> "GeneratedStrings":
-        """Return a placeholder image for each string. The field `crops` draws the strings later."""
+        """Return a placeholder image for each string. The view maker `crops` draws the strings."""
         return GeneratedStrings()
 
     def build(
@@ -131,12 +131,11 @@ class CopyingLearner(Learner):
 
         Args:
             network: The student network, possibly wrapped for training on several devices.
-            views: One tensor with a row of tokens for each string, as `make_rows` returns it.
+            views: One tensor, which contains a row of tokens for each string (see `make_rows`).
             step: Ignored.
 
         Returns:
-            The loss, and the percentage of correct letters for the log, under the name
-            `train_letters`.
+            The loss, and the percentage of correct letters, which is logged as `train_letters`.
         """
         del step
         (rows,) = views
@@ -150,7 +149,7 @@ class CopyingLearner(Learner):
 
 @dataclass(frozen=True)
 class StringMaker(ViewMaker):
-    """A view maker that draws random strings, where other view makers crop images.
+    """A view maker that draws random strings instead of cropping images.
 
     Attributes:
         length: Number of letters in a string.
@@ -161,14 +160,14 @@ class StringMaker(ViewMaker):
     letters: int
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
-        """Return no sizes, because strings are not images."""
+        """Return an empty tuple, because strings have no image size."""
         del image_size, patch_size
         return ()
 
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Letters:
         """Draw one random string for each generator. Letters are numbers from 0.
 
-        The samples and sizes are not used.
+        The arguments `samples` and `sizes` are not used.
         """
         del samples, sizes
         strings = [generator.integers(self.letters, size=self.length) for generator in generators]
@@ -189,7 +188,7 @@ class StringMaker(ViewMaker):
 class GeneratedStrings:
     """An image set for an objective that generates strings instead of reading images.
 
-    Each string of an epoch has an id. Each image is a single black pixel.
+    For each string of an epoch, the set contains an id and an image that is a single black pixel.
     """
 
     name = "copying"
@@ -207,7 +206,7 @@ class GeneratedStrings:
         return Sample(f"string{index:05d}", np.zeros((1, 1, 3), np.uint8))
 
     def fingerprint(self) -> str:
-        """Return a constant SHA-256. Other image sets return the SHA-256 of their image files.
+        """Return a constant SHA-256 instead of a SHA-256 of image files.
 
         There are no files to hash, because the seed and the options determine all strings.
         """
@@ -217,9 +216,9 @@ class GeneratedStrings:
 class CopyingTest(PeriodicEvaluation):
     """A test of how well a model copies fixed strings, repeated every few epochs.
 
-    The test also takes place after the last step. The model predicts each letter from the correct
-    previous letters. A prediction is the most likely token. The prediction of the stop token is not
-    scored.
+    The test is also run after the last training step. The model predicts each letter from the
+    correct preceding letters. A prediction is the most likely token. The prediction of the stop
+    token is not scored.
     """
 
     cost_options = "objective.test_lengths, .test_strings and .test_epochs"
@@ -234,8 +233,8 @@ class CopyingTest(PeriodicEvaluation):
             step: Number of optimizer steps that the run has completed.
 
         Returns:
-            Two percentages for each length of strings. For length 50, `letters_50` is the
-            percentage of correct letters, and `strings_50` that of strings without a wrong letter.
+            Two percentages for each string length. For length 50, `letters_50` is the percentage of
+            correct letters, and `strings_50` is the percentage of strings without a wrong letter.
             The mapping is empty if no test is due.
         """
         options, percentages = self.options, {}
@@ -251,11 +250,11 @@ class CopyingTest(PeriodicEvaluation):
 def make_rows(strings: Letters, letters: int) -> Rows:
     """Return one row of tokens for each string.
 
-    A row consists of the string, the delimiter, the string again, and the stop.
+    A row consists of the string, the delimiter, the string again, and the stop token.
 
     Args:
-        strings: Letters as numbers from 0.
-        letters: Number of different letters. This number is also the token of the delimiter.
+        strings: Strings whose letters are numbers from 0.
+        letters: Number of different letters, which is also the token of the delimiter.
     """
     delimiter = strings.new_full((len(strings), 1), letters)
     return torch.cat([strings, delimiter, strings, delimiter + 1], 1)
