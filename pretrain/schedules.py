@@ -30,9 +30,9 @@ class Timeline:
     def __post_init__(self) -> None:
         if self.total_steps < 1 or self.steps_per_epoch < 1:
             raise ConfigurationError(
-                f"the run would have {self.total_steps} steps, and {self.steps_per_epoch} steps "
-                "per epoch, expected at least 1. Increase train.epochs or train.max_steps, or "
-                "reduce train.batch_size"
+                f"the run is too short: {self.total_steps} steps in total and "
+                f"{self.steps_per_epoch} steps per epoch. Increase train.epochs or train.max_steps, "
+                "or reduce train.batch_size"
             )
 
     def get_epoch(self, step: int) -> int:
@@ -158,7 +158,7 @@ class InitialPhase:
         steps = round(epochs * timeline.steps_per_epoch)
         if steps > timeline.total_steps:
             raise ConfigurationError(
-                f"{self.key}={epochs:g} is {steps} steps, but the run has only "
+                f"{self.key}={epochs:g} means {steps} steps, but the whole run has only "
                 f"{timeline.total_steps} steps. Set fewer epochs, or use the default, which is "
                 f"{self.epochs:g} epochs or {100 * self.max_fraction:g} % of the run, whichever is "
                 "shorter",
