@@ -31,8 +31,8 @@ class Timeline:
         if self.total_steps < 1 or self.steps_per_epoch < 1:
             raise ConfigurationError(
                 f"the run is too short: {self.total_steps} steps in total and "
-                f"{self.steps_per_epoch} steps per epoch. Increase train.epochs or train.max_steps, "
-                "or reduce train.batch_size"
+                f"{self.steps_per_epoch} steps per epoch. Increase train.epochs or "
+                "train.max_steps, or reduce train.batch_size"
             )
 
     def get_epoch(self, step: int) -> int:
