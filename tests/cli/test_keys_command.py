@@ -74,9 +74,16 @@ def test_every_key_has_a_meaning(capsys, group):
         if group == "probe":
             # The keys of this probe and the keys that all probes have, but no keys of a dataset.
             composed = set(list_keys(compose_config("probing", [target.replace(".", "=", 1)])))
-            files = (config_folder() / "probe").glob(f"{target.removeprefix('probe.')}/*")
+            files = [*(config_folder() / "probe").glob(f"{target.removeprefix('probe.')}/*")]
             keys = composed | {f"probe.{part.name}" for part in files}
             assert set(found) == {one for one in keys if not one.startswith("dataset.")}
             assert not [key for key in found if "own" in key]
+            for part in files:
+                # The value is the name of a file, and all names are listed.
+                value, names = re.split(
+                    " +", found[f"probe.{part.name}"].partition(": ")[0], maxsplit=1
+                )
+                assert value.partition("=")[2] in names.split(" or ")
+                assert set(names.split(" or ")) == {file.stem for file in part.glob("*.yaml")}
             assert " a whole number in [0, 4294967295]: " in found["seed"]
             assert " or null: " in found["data.limit"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from ssl_bench.results import ResultStore
 from ssl_bench.slurm import array_settings, submit_array
 from ssl_bench.system.endings import Outcome
 from tests.support.faults import (
+    TINY,
     class_folders,
     encoder_file,
     exit_code,
@@ -312,6 +314,12 @@ def test_jobs_are_split_by_block_if_there_are_too_few(workdir, capsys):
         for more in ((), ("probe.panels=0",), ("probe.panels=0", "probe.layers_mode=last4"))
     ]
     assert found == [[[0, 1]], [[0], [1]], [[0, 1]]]
+
+    encoder_file(workdir / "deep/last.safetensors", config=replace(TINY, depth=5))
+    deep = [*words[:4], "--task", "retrieval", "--checkpoint", "deep", "--jobs"]
+    assert [[job["layers"] for job in planned(capsys, *deep, n)["jobs"]] for n in "237"] == [
+        [[0, 1], [2, 3, 4]], [[0], [1, 2], [3, 4]], [[0], [1], [2], [3], [4]],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["probe", "sweep", "features"])

@@ -269,8 +269,17 @@ def test_outdated_results_are_ignored_and_computed_again(workdir, capsys, monkey
 @pytest.mark.parametrize("task", ["knn", "elsewhere"])
 def test_a_table_leaves_out_results_of_versions_below_the_newest(tmp_path, task):
     store = ResultStore(tmp_path)
-    for layer, version in enumerate((1, 3, 3)):
+    for layer, version in ((0, 1), (1, 3), (2, 3), (1, 1)):
         store.save(build_record(layer=layer, task=task, metric_version=version))
 
     assert [record.layer for record in store.records()] == [1, 2]
-    assert [record.layer for record in store.outdated] == [0]
+    assert [record.layer for record in store.outdated] == [0, 1]
+    # The command is shown only as long as newer results are missing.
+    (line,) = store.describe_left_out()
+    assert f"`ssl-bench probe --task {task} --checkpoint" in line
+    assert f"--out {tmp_path}`" in line
+    store.save(build_record(layer=0, task=task, metric_version=3))
+    assert [record.layer for record in store.records()] == [0, 1, 2]
+    (line,) = store.describe_left_out()
+    assert "2 outdated" in line
+    assert "ssl-bench probe" not in line

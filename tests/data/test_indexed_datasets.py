@@ -608,6 +608,25 @@ def test_boxes_of_a_table_with_labels_are_ignored():
     assert dataset.val()[1].label == 1
 
 
+@pytest.mark.parametrize("column", ["image", "mask"])
+@pytest.mark.parametrize("path", ["no column", None, "missing.png", ".", "a\0b"])
+def test_rows_without_a_readable_image_are_named(column, path):
+    datasets = pytest.importorskip("datasets")
+    table = table_of({"mask": datasets.Image()}, mask=lambda n: encoded(Image.fromarray(mask(n))))
+    rows = table.cast_column("image", datasets.Image(decode=False))
+    rows = rows.cast_column("mask", datasets.Image(decode=False)).to_list()
+    rows[1][column] = None if path == "no column" else {"bytes": None, "path": path}
+    table = datasets.Dataset.from_list(rows).cast(table.features)
+
+    for read in (lambda images: images[1], lambda images: images.fingerprint()):
+        with pytest.raises(DataError, match=r"image 1\b"):
+            read(
+                open_sets(images=table).images()
+                if column == "image"
+                else open_sets(val=table).val()
+            )
+
+
 def test_a_transform_of_a_table_is_refused():
     table = table_of({})
     assert isinstance(open_sets(images=table).images(), ImageSet)
@@ -648,6 +667,7 @@ def test_a_part_of_a_split_takes_the_first_rows_of_each_class(tmp_path):
         root=str(tmp_path), train_split="train:0-50%", val_split="train:50-100%"
     )
 
+    assert (dataset.train().split, dataset.val().split) == ("train:0-50%", "train:50-100%")
     assert list(map(int, dataset.train().ids)) == list(range(18))
     assert list(map(int, dataset.val().ids)) == list(range(18, 36))
 

@@ -225,6 +225,7 @@ def test_the_grid_comes_from_the_configuration(tmp_path, kind, grid):
     encoder = same_features(f"local-dir:{folder}", model)
     assert "assumed" not in encoder.weights_info.note
     assert encoder.architecture["grid_size"] == list(grid)
+    assert encoder.native_size == tuple(size)
     random = load_encoder(f"random:local-dir:{folder}")
     assert random.architecture == encoder.architecture
 

@@ -5,6 +5,8 @@ import io
 import json
 from typing import Any
 
+import pytest
+
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.published import load_published_table
 from ssl_bench.tables.sheets import render_tables
@@ -105,6 +107,27 @@ def test_a_training_accuracy_comes_from_the_pretraining_run(store):
     assert chosen is not None
     assert chosen.value == 75.0
     assert "how an encoder was pretrained" not in trained.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "column", "difference", "word"),
+    [
+        ("one_skip", ("both skips", "no skip around the MLP"), "points lost", 25, "below"),
+        ("position_scale", ("factor 1", "factor 2"), "points gained", -25, "above"),
+    ],
+)
+def test_every_filled_column_has_a_note(store, name, rows, column, difference, word):
+    fields: dict[str, Any] = {"task": "supervised", "metric": "top1", "facet": "head"}
+    for sha, values in (("a", hits(1, 1, 1, 0)), ("d", hits(1, 0, 1, 0))):
+        save(store, sha, 5, values, dataset="cifar10", **fields)
+
+    table = build_table(store, name, shas="ad", rows=dict(zip("ad", rows, strict=True)))
+
+    # The values are 75 and 50 percent.
+    assert table.derived_values == {(rows[0], column): 0, (rows[1], column): difference}
+    notes = {note.partition(":")[0]: note for note in table.notes if "ours: " in note}
+    assert notes.keys() == {"top-1", column}
+    assert all(text in notes[column] for text in ("top-1", word, rows[0]))
 
 
 def test_results_with_the_protocol_nearest_to_the_paper_are_shown(store):

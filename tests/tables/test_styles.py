@@ -9,10 +9,11 @@ from ssl_bench.report.panels import list_checkpoints
 from ssl_bench.results import Baseline
 from ssl_bench.tables.depth import depth_tables, epoch_tables
 from ssl_bench.tables.drawing import curves_figure
-from ssl_bench.tables.styles import PALETTE, choose_styles
+from ssl_bench.tables.styles import DASHES, PALETTE, choose_styles
 from tests.core.test_results import RECORD
 
-NAMES = [f"vit{number}" for number in range(3 * len(PALETTE))]
+NAMES = [f"vit{number}" for number in range(4 * len(PALETTE))]
+NUM_STYLES = len(PALETTE) * len(DASHES)
 
 
 def test_an_encoder_keeps_its_colour_next_to_others():
@@ -24,14 +25,16 @@ def test_an_encoder_keeps_its_colour_next_to_others():
     assert len({style.colour for style in single.values()}) > len(PALETTE) / 2
 
 
-@pytest.mark.parametrize("count", [2, len(PALETTE), len(NAMES)])
+@pytest.mark.parametrize("count", [2, len(PALETTE), NUM_STYLES, len(NAMES)])
 def test_encoders_of_a_figure_differ_in_any_order(count):
     names = NAMES[:count]
 
     styles = choose_styles(dict.fromkeys(names, False))
 
     assert styles == choose_styles(dict.fromkeys(reversed(names), False))
-    assert len({style.css for style in styles.values()}) == count
+    # More encoders than pairs of a colour and dashes share their styles.
+    assert len({style.css for style in styles.values()}) == min(count, NUM_STYLES)
+    assert len({str(style.line) for style in styles.values()}) == min(count, NUM_STYLES)
     assert len({style.colour for style in styles.values()}) == min(count, len(PALETTE))
 
 
