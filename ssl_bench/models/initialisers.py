@@ -55,7 +55,7 @@ MlpWeights = tuple[Float64[Tensor, "dim hidden"], Float64[Tensor, "hidden dim"]]
 class DefaultInit:
     """DINO's initialisation: normal with standard deviation 0.02, truncated at -2 and 2.
 
-    This is the base class of all other initialisers of transformer blocks.
+    All other initialisers of transformer blocks are subclasses of this class.
 
     Attributes:
         min_heads: Smallest number of heads that the initialiser supports.
@@ -310,8 +310,8 @@ def balanced_factors(
     """Return U sqrt(S) and V sqrt(S) for the `rank` largest singular values of M = U S V^T.
 
     The first factor times the transpose of the second is the best approximation of M with this
-    rank. The factors are computed from the eigenvectors of M^T M. This is as accurate as a full
-    SVD, and 8 times faster for dim 384 and rank 64.
+    rank. The factors are computed from the eigenvectors of M^T M. The method is as accurate as a
+    full SVD, and 8 times faster for dim 384 and rank 64.
     """
     dim = len(matrix)
     gram = (matrix.T @ matrix).numpy()

@@ -1,6 +1,6 @@
 """Compute a SHA-256 of the code of a user's module.
 
-It distinguishes modules that have equal weights but different code.
+The SHA-256 distinguishes modules with equal weights but different code.
 """
 
 import dis
@@ -29,10 +29,10 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, range, torch.dtype, np.dtyp
 def code_sha256(module: nn.Module) -> str:
     """Return the SHA-256 of the code that a module runs.
 
-    The hash includes the source of all classes and functions that the user wrote. It also includes
-    the globals, closure variables and default arguments that these functions use, including values
-    inside containers, partial functions and objects. Code of installed packages is only included if
-    it defines the class of the module or of a submodule.
+    The hash includes the source of all classes and functions that the user wrote. The hash also
+    includes the globals, closure variables and default arguments that these functions use,
+    including values inside containers, partial functions and objects. Code of installed packages is
+    only included if it defines the class of the module or of a submodule.
     """
     code = _CodeLines()
     for part in module.modules():

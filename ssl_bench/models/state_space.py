@@ -20,8 +20,8 @@ Initial weights are drawn as the authors of Mamba do. Mimetic initialisation the
 parts of a layer, so that the layer resembles linear attention whose queries equal its keys:
 
 1. "decay": A drawn value A = -a becomes -a^-8, so that almost nothing is forgotten. If a is 1, A
-   stays -1. This is the case for one of the N states in Mamba 1, and approximately for some heads
-   in Mamba 2. With `state_decay=constant`, A is -exp(-8) everywhere.
+   stays -1. One of the N states in Mamba 1 has a = 1, and some heads in Mamba 2 have a near 1. With
+   `state_decay=constant`, A is -exp(-8) everywhere.
 2. "step": The bias of the step sizes becomes log(e - 1), whose softplus is 1. The weights of the
    projection to the step sizes are divided by 100.
 3. "correlation": W_C becomes the mean of W_C and W_B.

@@ -276,7 +276,7 @@ def build_vit(
 def sinusoidal_positions(rows: int, cols: int, dim: int) -> Float[Tensor, "patches {dim}"]:
     """Return position embeddings: sin and cos of the column, then sin and cos of the row.
 
-    Each of the four parts has dim / 4 frequencies. The patches are in row-major order.
+    Each of these four parts has dim / 4 frequencies. The patches are in row-major order.
 
     Source: Chen et al., "An empirical study of training self-supervised vision transformers",
     https://arxiv.org/abs/2104.02057.

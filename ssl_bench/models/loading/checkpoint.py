@@ -322,7 +322,8 @@ def _check_readable(path: Path) -> None:
 def require_unchanged(path: Path) -> Generator[None]:
     """Raise CheckpointError if a file is replaced in this context, for example by a training run.
 
-    Otherwise, results of the new weights could be stored with the SHA-256 of the old weights.
+    Without this check, results of the new weights could be stored with the SHA-256 of the old
+    weights.
     """
     before = _file_state(path)
     try:

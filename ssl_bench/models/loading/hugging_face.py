@@ -194,7 +194,7 @@ def _read_model_spec(config: Mapping[str, Any], path: Path) -> ModelSpec:
 def _read_normalization(preprocessor: Mapping[str, Any], path: Path) -> Normalization:
     """Read the mean and standard deviation by which an image processor normalises images.
 
-    They apply to images with values in [0, 1].
+    The mean and standard deviation apply to images with values in [0, 1].
 
     Args:
         preprocessor: Content of preprocessor_config.json.

@@ -303,8 +303,8 @@ def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
     """Raise CheckpointError if a weights file contains a model other than a supported plain ViT.
 
-    Such models are, for example, a ResNet or a ViT with a SwiGLU MLP. The error suggests another
-    way to load the file, such as a timm model.
+    Unsupported models are, for example, a ResNet or a ViT with a SwiGLU MLP. The error suggests
+    another way to load the file, such as a timm model.
 
     Args:
         weights: Tensors of the file by name.

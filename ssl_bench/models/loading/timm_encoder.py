@@ -567,8 +567,8 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
 def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
     """Return the number of blocks in each stage, and the output channels of the first convolution.
 
-    They are read from the names and shapes of the tensors. Only blocks whose tensors have timm's
-    names are counted.
+    Both results are read from the names and shapes of the tensors. Only blocks whose tensors have
+    timm's names are counted.
     """
     names = (re.match(r"((?:(?:layers|stages)\.\d+\.)?blocks\.)(\d+)\.\D", n) for n in weights)
     blocks = sorted({(match[1], match[2]) for match in names if match})
