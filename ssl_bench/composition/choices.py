@@ -100,7 +100,7 @@ class Paper:
 def config_folder() -> Path:
     """Return the folder of configuration files.
 
-    It is `configs` in a git checkout, and `ssl_bench/configs` in an installed wheel.
+    The folder is `configs` in a git checkout, and `ssl_bench/configs` in an installed wheel.
     """
     inside = PACKAGE_FOLDER / "configs"
     return inside if inside.is_dir() else PACKAGE_FOLDER.parent / "configs"

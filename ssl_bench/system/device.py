@@ -201,7 +201,8 @@ def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
 def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which `autocast` computes products.
 
-    It is `dtype`, except on a CPU without bfloat16 instructions, where bfloat16 becomes float32.
+    The result is `dtype`. For bfloat16 on a CPU without bfloat16 instructions, the result is
+    float32.
     """
     if dtype != torch.bfloat16 or device.type != "cpu":
         return dtype

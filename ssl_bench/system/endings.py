@@ -82,7 +82,7 @@ def handle_signals(
 def _discard_lost_output() -> None:
     """Redirect stdout and stderr to /dev/null if their terminal or pipe is closed.
 
-    Otherwise, a failed print could end the command before it has saved its results.
+    This keeps a failed print from ending the command before its results are saved.
     """
     # A program at the other end of a pipe gets the same signal. Wait until it has ended.
     time.sleep(0.1)

@@ -579,7 +579,7 @@ def figures_folder_name(prefix: str, fingerprint: str) -> str:
 def figures_folder_prefix(model: str, encoder_id: str) -> str:
     """Return the beginning of the names of all folders with figures of an encoder.
 
-    It consists of the model name and the first eight digits of the encoder's id.
+    This prefix consists of the model name and the first eight digits of the encoder's id.
     """
     return f"{model_file_name(model)}-{encoder_id[:_SHORT_DIGITS]}"
 

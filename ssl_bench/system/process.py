@@ -233,8 +233,8 @@ def free_shared_memory() -> int | None:
 def free_host_memory() -> int:
     """Return the number of bytes that this process can still allocate.
 
-    This is the smallest of the machine's free memory and the free memory of each control group
-    (cgroup) of the process.
+    The result is the minimum of the free memory of the machine and of each control group (cgroup)
+    of the process.
     """
     return min([_free_machine_memory(), *_free_cgroup_memory()])
 
