@@ -100,7 +100,7 @@ class Paper:
 def config_folder() -> Path:
     """Return the folder of configuration files.
 
-    It is `configs` in a git checkout, and `ssl_bench/configs` in an installed wheel.
+    The folder is `configs` in a git checkout, and `ssl_bench/configs` in an installed wheel.
     """
     inside = PACKAGE_FOLDER / "configs"
     return inside if inside.is_dir() else PACKAGE_FOLDER.parent / "configs"
@@ -167,8 +167,7 @@ def load_entry_point(point: metadata.EntryPoint) -> Any:
 def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:
     """Return the error for an unknown configuration key.
 
-    Its hint suggests up to three similar keys. If no key is similar, it suggests a command that
-    lists all keys.
+    The hint of the error suggests up to three similar keys, or else a command that lists all keys.
 
     Args:
         key: The unknown key.
@@ -203,7 +202,7 @@ def unknown_name_error(
 
 
 def _nearest_names(name: str, names: Sequence[str]) -> list[str]:
-    """Return up to three of `names` that are similar to `name`. The most similar one is first."""
+    """Return up to three of `names` that are similar to `name`. The most similar name is first."""
     # Cut long names, because the time of difflib grows with the square of the length.
     name = name[:MAX_NAME_LENGTH].lower()
     # Compare the last parts of keys first, so that probe.limt is more similar to data.limit than to
@@ -317,8 +316,8 @@ def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Exp
         )
     if unknown := [key for key in values if key not in _RUN_KEYS]:
         raise ConfigurationError(
-            f"{file}: run {stem} expects the keys {', '.join(_RUN_KEYS)}, got "
-            f"{', '.join(map(str, unknown))}"
+            f"{file}: the run {stem} has the unknown keys {', '.join(map(str, unknown))}, expected "
+            f"only {', '.join(_RUN_KEYS)}"
         )
     arms: dict[str, Any] = {"": {}, **(values.get("arms") or {})}
     for arm, changes in arms.items():

@@ -129,7 +129,7 @@ def config_to_yaml(config: Mapping[str, Any]) -> str:
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a nested configuration to a dictionary with dotted keys, such as "probe.tau".
 
-    An empty mapping is kept as a value.
+    An empty mapping is not flattened and remains the value of its key.
     """
     values = {}
     for name, item in config.items():
@@ -183,8 +183,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
     value = _parse_value(override, text)
     if reserved := [name for name in _all_names({key: value}) if name in _RESERVED]:
         raise ConfigurationError(
-            f"{key[:MAX_NAME_LENGTH]} cannot set {', '.join(reserved)}, because this would run "
-            "other code (docs/extending.md describes how to add a class)",
+            f"{key[:MAX_NAME_LENGTH]} cannot set {', '.join(reserved)}, because this value selects "
+            "code to run. To add a class of your own, follow docs/extending.md",
             hint=("ssl-bench", "keys"),
         )
     return key, value
@@ -239,8 +239,8 @@ def _groups(folder: Path) -> frozenset[str]:
 def _require_file(root: str, group: str, key: str, name: Any) -> None:
     """Check that a user can choose `name` in a group of config files, or else raise an error.
 
-    Entry points and the pretraining runs of papers have no file in `configs/`. If `name` is one of
-    them, it is registered with Hydra, so that Hydra can merge it like a file.
+    Entry points and the pretraining runs of papers have no file in `configs/`. If `name` has no
+    file, it is registered with Hydra, so that Hydra can merge its values.
 
     Args:
         root: Name of the root file, such as "probing", for the error message.
@@ -340,7 +340,7 @@ def _set_value(config: dict[str, Any], key: str, value: Any) -> None:
             _set_value(config, f"{key}.{inner}", item)
     elif isinstance(owner[name], dict) and owner[name]:
         raise ConfigurationError(
-            f"{key} is a group of keys and takes no value", hint=("ssl-bench", "keys")
+            f"{key} is a group of keys, so you cannot set its value", hint=("ssl-bench", "keys")
         )
     else:
         owner[name] = value
@@ -360,8 +360,8 @@ def build(config: Mapping[str, Any], part: str = "") -> Any:
 def instantiate(value: Any, key: str) -> Any:
     """Replace each mapping that has a key `_target_` by an instance of a class.
 
-    `_target_` contains the import path of the class. The other keys of the mapping are its
-    arguments. All other values are returned unchanged.
+    `_target_` contains the import path of the class. All other keys of the mapping are arguments of
+    the class. All other values are returned unchanged.
 
     Args:
         value: A configuration or a part of it, without references such as ${data.root}.
@@ -445,8 +445,8 @@ def _load_component(point: metadata.EntryPoint) -> type:
 def fill_defaults(value: Any, key: str) -> Any:
     """Return a configuration in which mappings with a key `_target_` have all default values.
 
-    `_target_` contains the import path of a class. The default values of its fields are added, so
-    that users can override all of these fields.
+    `_target_` contains the import path of a class. The default values of the class are added, so
+    that users can override all of its fields.
 
     Args:
         value: A configuration or a part of it, which is not modified.
@@ -465,7 +465,7 @@ def fill_defaults(value: Any, key: str) -> Any:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Return the default values of a dataclass by field name. Fields without one are left out."""
+    """Return the default value of each field that has one, by the name of the field."""
     values = {item.name: get_default(item) for item in fields(cls) if item.init}
     return {name: value for name, value in values.items() if value is not MISSING}
 
@@ -541,8 +541,8 @@ def attribute_docs(cls: type) -> dict[str, str]:
 def list_protocols(task: str, probe: type) -> list[str]:
     """Return the names that `probe.protocol` accepts, or an empty list if it accepts any text.
 
-    A protocol is a named preset of settings. Most tasks with several protocols have a file for each
-    one. If there are no files, the names are read from the type of the probe's field `protocol`.
+    A protocol is a named preset of settings. Most tasks with several protocols have one file per
+    protocol. If not, the names are read from the type of the probe's field `protocol`.
 
     Args:
         task: Name of the task.
@@ -587,8 +587,8 @@ def changed_settings(probe: Any) -> dict[str, Any]:
 def load_protocol_values(probe: Any) -> dict[str, Any] | None:
     """Return the field values of a probe in its protocol, a named preset of settings.
 
-    Fields that the protocol does not set have their default values. Changes by the user are not
-    included. The result is None if the protocol is unknown or if the probe is not a dataclass.
+    Fields that the protocol does not set have their default values. Settings of the user are
+    ignored. The result is None if the protocol is unknown or if the probe is not a dataclass.
     """
     known = choices(protocol_group(probe.task))
     if not is_dataclass(type(probe)) or (known and probe.protocol not in known):
@@ -614,13 +614,13 @@ def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
 def fill_in_guesses(probe: Any, guesses: Sequence[str]) -> list[str]:
     """Replace names such as "$epochs" in texts by the values of a probe's settings.
 
-    An example is "$epochs epochs over these crops". Each text states an assumption of ours about a
-    published protocol, because its authors do not state it. A text is left out if it contains a
-    setting that the probe does not have.
+    For example, "$epochs epochs over these crops" becomes "10 epochs over these crops". Each text
+    states our assumption about a detail that the authors of a published protocol do not state. A
+    text is left out if it contains a setting that the probe does not have.
 
     Args:
         probe: The probe.
-        guesses: The texts.
+        guesses: Texts that may contain names such as "$epochs".
     """
     values = {name: _format_setting(value) for name, value in probe.settings().items()}
     applicable = [

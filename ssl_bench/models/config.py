@@ -106,7 +106,7 @@ def build_submodule(group: str, config: Any) -> Any:
 class RegisteredName:
     """Rule for a field of a configuration: its value must be a registered name, such as "softmax".
 
-    Put an instance into the `Annotated` type of the field. `check_fields` then enforces the rule.
+    The type of such a field is `Annotated[str, RegisteredName(group)]`.
 
     Args:
         group: Group that contains the name: "model", "attention" or "graying".
@@ -330,8 +330,8 @@ class ViTConfig(EncoderConfig):
             require_type(f"model.init_options.{item.name}", item.type, option)
             if value not in (item.default, option):
                 raise ConfigurationError(
-                    f"model.init_options.{item.name} is the former name of model.{item.name}, but "
-                    f"they have the values {option} and {value}",
+                    f"model.init_options.{item.name}={option} is the former name of a key that now "
+                    f"has another value: model.{item.name}={value}",
                     hint=(f"model.init_options.{item.name}=null",),
                 )
             object.__setattr__(self, item.name, float(option))

@@ -79,7 +79,8 @@ class ConvNeXtConfig(EncoderConfig):
             in equation 3.40 of Trockman, "Mimetic initialization" (2025).
         mlp_input_std: Standard deviation of random offsets of the initial weights in the first
             layer of each MLP. One normal offset is drawn per input channel, and is added to the
-            weights from this channel to all hidden units. This is equation 3.39 of the same thesis.
+            weights from this channel to all hidden units. Source: equation 3.39 of Trockman's
+            thesis.
         init: Initialiser of the 7 x 7 depthwise filters, from `ssl_bench.models.initialisers`. All
             other weights have PyTorch's default initialisation.
         init_options: Options of the initialiser. An option that is None has its default value.

@@ -248,8 +248,8 @@ def describe_library_model(model: nn.Module, library: str, name: str) -> dict[st
 
     The hash is a SHA-256 of the class of each module, and of its attributes that are numbers,
     strings or functions, such as an epsilon. For a user's own model (`library` is "module"), the
-    hash does not include the import path of each class. This path depends on how the model is
-    loaded, for example from a notebook or from `FILE.py:NAME`.
+    hash does not include the import path of each class. The import path of a user's class depends
+    on how the model is loaded, for example from a notebook or from `FILE.py:NAME`.
 
     Args:
         model: The model.
@@ -302,9 +302,10 @@ def state_dict_sha256(module: nn.Module) -> str:
 def describe_config(config: EncoderConfig, *, strides: Sequence[int] = ()) -> dict[str, Any]:
     """Describe the architecture of an encoder of this suite as a JSON object.
 
-    Result records (stored results) use the object to identify the encoder. It contains all integers
-    of the configuration, even those with default values. Other values are included only if they
-    differ from their defaults. Fields that only affect training are left out.
+    Result records (stored results) use the JSON object to identify the encoder. The object contains
+    all integers of the configuration, even those with default values. Other values of the
+    configuration are only included if they differ from their defaults. Fields that only affect
+    training are left out.
 
     Args:
         config: Configuration of the encoder.

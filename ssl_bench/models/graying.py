@@ -1,11 +1,11 @@
 """Token graying: increase the small singular values of each image's token matrix.
 
-The blocks of this suite contain the module `TokenGraying`. Blocks of timm call it in a forward
-pre-hook. The module calls one of three functions:
+The blocks of this suite contain the module `TokenGraying`. Blocks of timm call this module in a
+forward pre-hook. `TokenGraying` calls one of three functions:
 
 - `gray_by_svd` changes the singular values.
 - `gray_by_cholesky` approximates `gray_by_svd` on CUDA, where an SVD would make the CPU wait for
-  the GPU. It is not used in float64, because it is not accurate enough.
+  the GPU. In float64, `gray_by_svd` is used, because it is more accurate.
 - `gray_by_dct` changes cosine coefficients instead of singular values.
 """
 
@@ -42,8 +42,8 @@ _SQUARINGS = 20
 class TokenGraying(nn.Module):
     """Module for token graying, which reduces the condition number of the token matrix.
 
-    It is applied at the start of a block. All tokens of an image, including [CLS] and registers,
-    form one matrix. The module has no parameters and computes in float32 or float64.
+    All tokens of an image, including [CLS] and registers, form one matrix. The module has no
+    parameters and computes in float32 or float64.
 
     Args:
         kind: "svd" changes singular values, and "dct" changes cosine coefficients.
@@ -51,10 +51,10 @@ class TokenGraying(nn.Module):
             1 changes nothing.
 
     Source: Ji et al., "Always Skip Attention", algorithms 1 and 2. The paper does not state where
-    in the block token graying is applied. This class applies it at the start of the block, so the
-    skip connection adds the changed tokens. The reason is that table 3 of the paper reports similar
-    condition numbers before and after the attention. In contrast to the paper, ratios below
-    the machine epsilon are treated like the machine epsilon, so that the gradients of singular
+    in the block token graying is applied. We apply token graying at the start of the block, so the
+    skip connection adds the changed tokens. We chose this place because table 3 of the paper
+    reports similar condition numbers before and after the attention. Unlike the paper, we replace
+    ratios below the machine epsilon by the machine epsilon, so that the gradients of singular
     matrices are finite.
     """
 
@@ -144,7 +144,7 @@ def _divided_difference(
     A ratio is a singular value divided by the largest one. The gain is g(a) = m^p with m = a^2 +
     floor and p = (exponent - 1) / 2. Likewise, g(b) = n^p with n = b^2 + floor. Here, `floor` is
     the square of the machine epsilon. With L = log(m / n), the result is (m n)^((p - 1) / 2) sinh(p
-    L / 2) / sinh(L / 2). This form is also exact if a is close to b.
+    L / 2) / sinh(L / 2). This form of the result is also exact if a is close to b.
     """
     power = (exponent - 1) / 2
     logs = (ratio.square() + _floor(ratio)).log()
@@ -246,9 +246,10 @@ def gray_by_cholesky(x: Matrix, exponent: float) -> Matrix:
     value. Singular values below 1e-6 times the largest one are increased too little.
 
     The backward pass differentiates the sum, so it never divides by a difference of singular
-    values. It recomputes all intermediate values. Second derivatives are not supported. Let n be
-    the shorter side of the matrix. The cost is about thirty Cholesky factorisations and inversions
-    of n x n matrices. The memory is a few times 8 x batch x n^2 bytes.
+    values. The backward pass recomputes all intermediate values. Second derivatives are not
+    supported. Let n be the shorter side of the matrix. The cost is about thirty Cholesky
+    factorisations and inversions of n x n matrices. The memory is a few times 8 x batch x n^2
+    bytes.
 
     Args:
         x: One matrix for each image.
@@ -285,8 +286,8 @@ class _GrayByCholesky(torch.autograd.Function):
         """Return the gradient with respect to the tokens.
 
         The result of the forward pass is a weighted sum of terms x R with R = (x^T x + t I)^-1. For
-        an incoming gradient g, such a term contributes g R - x R (x^T g + g^T x) R. The forward
-        pass divides x^T x by its largest eigenvalue. The derivative of this eigenvalue is the
+        an incoming gradient g, a term x R contributes g R - x R (x^T g + g^T x) R. The forward pass
+        divides x^T x by its largest eigenvalue. The derivative of the largest eigenvalue is the
         projector onto its eigenvectors.
         """
         (tokens,), exponent = ctx.saved_tensors, ctx.exponent

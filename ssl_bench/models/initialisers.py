@@ -1,6 +1,6 @@
 """Draw the initial weights of transformer blocks and of depthwise filters.
 
-An initialiser is a dataclass. Its fields are the options in `model.init_options`. To add an
+An initialiser is a dataclass whose fields are the options in `model.init_options`. To add an
 initialiser, add its class to `INITIALISERS` or `FILTER_INITIALISERS`. If it also supports timm
 models, add its name to the families in timm_config.py.
 
@@ -55,7 +55,7 @@ MlpWeights = tuple[Float64[Tensor, "dim hidden"], Float64[Tensor, "hidden dim"]]
 class DefaultInit:
     """DINO's initialisation: normal with standard deviation 0.02, truncated at -2 and 2.
 
-    This is the base class of all other initialisers of transformer blocks.
+    All other initialisers of transformer blocks are subclasses of this class.
 
     Attributes:
         min_heads: Smallest number of heads that the initialiser supports.
@@ -88,8 +88,8 @@ class SkiplessInit(DefaultInit):
     """Initialisation from the paper "Cutting the Skip", for encoders without skip connections.
 
     For a head of width d_h, W_Q W_K^T is the best rank-d_h approximation of alpha Z + beta I, where
-    Z is random noise. W_V and W_O are drawn jointly for all heads. They are c times the left and
-    the right singular vectors of one Gaussian matrix of size dim x dim.
+    Z is random noise. W_V and W_O, drawn jointly for all heads, are c times the left and the right
+    singular vectors of one Gaussian matrix of size dim x dim.
 
     Attributes:
         alpha: Factor of the noise Z in W_Q W_K^T.
@@ -100,7 +100,8 @@ class SkiplessInit(DefaultInit):
         noise: Distribution of the entries of Z, whose variance is 1 / dim. The paper uses "normal".
         cancel_logit_scale: Whether to multiply both W_Q and W_K by d_h^(1/4), which cancels the
             factor 1 / sqrt(d_h) of the attention logits. The paper's formulas contain no factor 1 /
-            sqrt(d_h). It is not cancelled by default, because short runs trained better with it.
+            sqrt(d_h). By default, this factor is not cancelled, because short runs trained better
+            with the factor.
         suo_gain: Whether to multiply the orthogonal matrices of the MLP by max(sqrt(outputs /
             inputs), 1).
 
@@ -199,8 +200,8 @@ class OsaInit(DefaultInit):
     the small initial alpha of `ssl_bench.models.OrthogonalAttention`, the attention matrix starts
     close to the identity.
 
-    Source: Zhang and Martens, "Orthogonal Self-Attention", section 4. Section 4.3 proposes the
-    small alpha.
+    Source: Zhang and Martens, "Orthogonal Self-Attention", section 4. The small alpha comes from
+    section 4.3.
     """
 
     min_heads: ClassVar[int] = 2
@@ -309,8 +310,8 @@ def balanced_factors(
     """Return U sqrt(S) and V sqrt(S) for the `rank` largest singular values of M = U S V^T.
 
     The first factor times the transpose of the second is the best approximation of M with this
-    rank. The factors are computed from the eigenvectors of M^T M. This is as accurate as a full
-    SVD, and 8 times faster for dim 384 and rank 64.
+    rank. The factors are computed from the eigenvectors of M^T M. The method is as accurate as a
+    full SVD, and 8 times faster for dim 384 and rank 64.
     """
     dim = len(matrix)
     gram = (matrix.T @ matrix).numpy()
@@ -412,8 +413,8 @@ class CovarianceFilterInit(UniformFilterInit):
     def sigma(self, depth: float) -> float:
         """Return the squared width of the Gaussians at a depth, in pixels squared.
 
-        It is a quadratic function of the depth. Source: equation 3.11 of Trockman, "Mimetic
-        initialization" (2025).
+        The squared width is a quadratic function of the depth. Source: equation 3.11 of Trockman,
+        "Mimetic initialization" (2025).
 
         Args:
             depth: Relative depth of the layer: 0 for the first layer and 1 for the last.
@@ -472,14 +473,14 @@ def filter_covariance(size: int, sigma: float) -> Covariance:
     """Return the covariance matrix from which `CovarianceFilterInit` draws the pixels of a filter.
 
     A Gaussian has the value exp(-r^2 / (2 sigma)) at distance r from its peak. Let z_p be the value
-    at pixel p if the peak is at the centre of the filter. Let c_pq be the value at pixel q if the
-    peak is at pixel p. The covariance of the pixels p and q is ((z_p + z_q) c_pq - z_p z_q) / 2.
-    This is equation 3.10 of Trockman's thesis "Mimetic initialization" (2025), in the pixel order
-    of equation 3.1. The matrix may have negative eigenvalues.
+    at pixel p of a Gaussian with its peak at the centre of the filter. Let c_pq be the value at
+    pixel q of a Gaussian with its peak at pixel p. The covariance of the pixels p and q is ((z_p +
+    z_q) c_pq - z_p z_q) / 2. This is equation 3.10 of Trockman's thesis "Mimetic initialization"
+    (2025), in the pixel order of equation 3.1. The matrix may have negative eigenvalues.
 
     Where equations of the thesis disagree, we follow figure A.3 of the thesis:
 
-    - Pixel indices start at 0. In equation 3.5 they start at 1, so that the peak would be one pixel
+    - Pixel indices start at 0. Equation 3.5 counts from 1, which would place the peak one pixel
       before the centre of the filter.
     - The Gaussian of equation 3.6 is shifted to have its peak at pixel p, with periodic boundaries.
       With equation B.1, the peak would be at the mirror image of p about the centre.
@@ -507,9 +508,9 @@ def positive_root(covariance: Covariance) -> Covariance:
     """Return the symmetric square root of the nearest positive semi-definite matrix.
 
     Negative eigenvalues of `covariance` are set to 0. The symmetric root is unique, although the
-    eigenvectors of repeated eigenvalues are arbitrary. In contrast, the code in figure A.4 of
-    Trockman's thesis "Mimetic initialization" (2025) calls NumPy's `multivariate_normal`, which
-    takes the absolute value of negative eigenvalues.
+    eigenvectors of repeated eigenvalues are arbitrary. The code in figure A.4 of Trockman's thesis
+    "Mimetic initialization" (2025) calls NumPy's `multivariate_normal`, which replaces negative
+    eigenvalues by their absolute values instead.
     """
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.T

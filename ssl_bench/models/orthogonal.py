@@ -67,8 +67,8 @@ class OrthogonalAttention(nn.Module):
     Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients with
     the QR decomposition differ from the paper. In the paper, the gradients are divided by the
     diagonal of R, so they explode if M almost lacks full rank. Here, no gradients flow through the
-    basis, because exp(S) does not depend on the basis. Components outside the span of the basis are
-    included to first order, which gives the same derivative without a division.
+    basis, because exp(S) does not depend on the basis. Components of M outside the span of the
+    basis are included to first order, which gives the derivative of the paper without a division.
     """
 
     def __init__(self, dim: int, num_heads: int, basis: Basis = "qr", alpha: float = 0.1) -> None:
@@ -132,10 +132,10 @@ class OrthogonalAttention(nn.Module):
 def _rotate_in_span(m: QueriesKeys, v: HeadTokens, scale: Float[Tensor, "heads 1 1"]) -> HeadTokens:
     """Return A V for A = exp(S), using an orthonormal basis of the column space of M = [Q, K].
 
-    No gradients flow through the basis. Therefore a term with `outside`, the part of M outside the
-    span of the basis, is added. The term is 0 up to rounding, but it makes the derivative exact.
-    The derivative then equals the derivative of exp(S) V = V + M phi(J M^T M) J M^T V. Here, phi(X)
-    = (exp(X) - I) X^-1, and J is defined by M J = scale [-K, Q], so that S = M J M^T.
+    No gradients flow through the basis. Let `outside` be the part of M outside the span of the
+    basis. A term with `outside` is added, which is 0 up to rounding but makes the derivative exact.
+    With this term, the derivative equals the derivative of exp(S) V = V + M phi(J M^T M) J M^T V.
+    Here, phi(X) = (exp(X) - I) X^-1, and J is defined by M J = scale [-K, Q], so that S = M J M^T.
 
     Args:
         m: Queries and keys of each head, M = [Q, K].
@@ -165,7 +165,7 @@ def newton_schulz_basis(
 
     Starting from M / ||M||_F, each iteration replaces M by M (3 I - M^T M) / 2. The singular values
     grow towards 1 and stay in [0, 1]. Each iterate is the starting matrix times a polynomial in M^T
-    M. Only this polynomial is updated, so the cost of an iteration does not depend on the number of
+    M. An iteration only updates this polynomial, so its cost does not depend on the number of
     tokens.
     """
     norm = torch.linalg.matrix_norm(m, keepdim=True)
@@ -202,8 +202,8 @@ def cholesky_basis(m: Columns) -> Columns:
     length outside the basis.
 
     Source: Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015. The shift
-    comes from Fukaya et al., "Shifted Cholesky QR", 2020. Here, it has a smaller factor and is used
-    in both rounds.
+    comes from Fukaya et al., "Shifted Cholesky QR", 2020. Our shift has a smaller factor and is
+    used in both rounds.
     """
     basis = m.double()
     limits = torch.finfo(basis.dtype)
@@ -240,12 +240,13 @@ def phi_without_sync(skew: Square) -> Square:
     """Compute (exp(S) - I) S^-1 as `phi` does, but never make the CPU wait for the GPU.
 
     `phi` doubles the argument of a polynomial several times, and reads the number of doublings from
-    the GPU. Here, the loop always makes the maximum number of doublings and ignores unnecessary
-    doublings. The result is bitwise identical, unless the norm of S is above 1e5 in float32 (16
-    doublings). The norm has no bound, because queries, keys and alpha are learned. Above 1e5,
-    rounding would change rotation angles by 2^-7 or more. A larger S is therefore multiplied by the
-    factor w < 1 that reduces its norm to 1e5, and the result is w phi(w S). Multiplied by S, it
-    gives phi(w S) (w S), so that phi(S) S + I remains a rotation.
+    the GPU. This function always makes the maximum number of doublings and ignores unnecessary
+    doublings. The result is bitwise identical to the result of `phi`, unless the norm of S is above
+    1e5 in float32 (16 doublings). The norm has no bound, because queries, keys and alpha are
+    learned. For norms above 1e5, rounding would change rotation angles by 2^-7 or more. An S with
+    such a norm is therefore multiplied by the factor w < 1 that reduces the norm to 1e5, and the
+    result is w phi(w S). The product of this result and S is phi(w S) (w S), so phi(S) S + I
+    remains a rotation.
 
     The backward pass treats w as a constant, and recomputes all intermediate values to save memory.
     Second derivatives are not supported.
@@ -333,9 +334,9 @@ def _double(
 
 
 def _count_doublings(skew: Square, maximum: int) -> Int64[Tensor, "*batch 1 1"]:
-    """Return how often each matrix must be halved until a Taylor polynomial is accurate for it.
+    """Return how often each matrix must be halved until the Taylor polynomial of phi is accurate.
 
-    This is the Taylor polynomial of phi(S) = (exp(S) - I) S^-1. The result is at most `maximum`.
+    Here, phi(S) = (exp(S) - I) S^-1. The result is at most `maximum`.
     """
     exponent = torch.log2(_norm_bound(skew) / _largest_norm(skew.dtype)).ceil().nan_to_num(0.0)
     return exponent.clamp(0, maximum).long()

@@ -1,6 +1,6 @@
 """Compute a SHA-256 of the code of a user's module.
 
-It distinguishes modules that have equal weights but different code.
+The SHA-256 distinguishes modules with equal weights but different code.
 """
 
 import dis
@@ -29,10 +29,10 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, range, torch.dtype, np.dtyp
 def code_sha256(module: nn.Module) -> str:
     """Return the SHA-256 of the code that a module runs.
 
-    The hash includes the source of all classes and functions that the user wrote. It also includes
-    the globals, closure variables and default arguments that these functions use, including values
-    inside containers, partial functions and objects. Code of installed packages is only included if
-    it defines the class of the module or of a submodule.
+    The hash includes the source of all classes and functions that the user wrote. The hash also
+    includes the globals, closure variables and default arguments that these functions use,
+    including values inside containers, partial functions and objects. Code of installed packages is
+    only included if it defines the class of the module or of a submodule.
     """
     code = _CodeLines()
     for part in module.modules():
@@ -51,8 +51,7 @@ def code_sha256(module: nn.Module) -> str:
 class _CodeLines:
     """Text lines that describe a module's code and the values that the code uses.
 
-    The lines are a set, so the SHA-256 of their sorted text does not depend on the order of
-    submodules.
+    The SHA-256 of the sorted lines does not depend on the order of submodules.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class _CodeLines:
         self._seen: dict[int, Any] = {}
 
     def add_value(self, name: str, value: Any) -> None:
-        """Add a line that describes a named value, and lines for all values that it contains."""
+        """Add lines that describe the value with this name, and all values inside it."""
         if value is None or isinstance(value, _CONSTANTS):
             self.lines.add(f"{name} = {value!r}")
             return
@@ -135,8 +134,8 @@ def _tensor_digest(value: Tensor | np.ndarray) -> str:
 def _used_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each global, closure variable and default that a function uses.
 
-    If a global is a Python module that the user wrote, its attributes that the function uses are
-    yielded instead.
+    A global that is a Python module of the user is replaced by those of its attributes that the
+    function uses.
     """
     codes, names, attributes = [function.__code__], set[str](), set[str]()
     for code in codes:
@@ -169,7 +168,7 @@ def _source(value: type | CodeType) -> str:
 
 
 def _is_user_code(value: type | FunctionType | ModuleType) -> bool:
-    """Return whether an object is not from Python, an installed package or this suite."""
+    """Return whether an object is code of the user, not of Python, a package or this suite."""
     name = (value.__name__ if isinstance(value, ModuleType) else value.__module__) or "__main__"
     if name.partition(".")[0] in (*PACKAGES, "builtins", "torch"):
         return False

@@ -20,8 +20,8 @@ Initial weights are drawn as the authors of Mamba do. Mimetic initialisation the
 parts of a layer, so that the layer resembles linear attention whose queries equal its keys:
 
 1. "decay": A drawn value A = -a becomes -a^-8, so that almost nothing is forgotten. If a is 1, A
-   stays -1. This is the case for one of the N states in Mamba 1, and approximately for some heads
-   in Mamba 2. With `state_decay=constant`, A is -exp(-8) everywhere.
+   stays -1. One of the N states in Mamba 1 has a = 1, and some heads in Mamba 2 have a near 1. With
+   `state_decay=constant`, A is -exp(-8) everywhere.
 2. "step": The bias of the step sizes becomes log(e - 1), whose softplus is 1. The weights of the
    projection to the step sizes are divided by 100.
 3. "correlation": W_C becomes the mean of W_C and W_B.
@@ -30,10 +30,10 @@ parts of a layer, so that the layer resembles linear attention whose queries equ
    input by three tokens.
 
 Source: section 3.3.2 of Trockman's thesis, with c = 8. The formula A = -exp(-c A_log) of the thesis
-could also be meant to hold during training. Here, A_log is multiplied by -c once, before training.
-The thesis does not define "W_Delta near 0". Here, W_Delta is the drawn matrix divided by 100. In
-Mamba 1, W_Delta is a product of two matrices. Only the second one is reduced, because two matrices
-of zeros would never be trained.
+could also be meant to hold during training. We multiply A_log by -c once, before training. The
+thesis does not define "W_Delta near 0". Here, W_Delta is the drawn matrix divided by 100. In Mamba
+1, W_Delta is a product of two matrices. Only the second matrix of this product is reduced, because
+two matrices of zeros would never be trained.
 """
 
 import math
@@ -197,9 +197,9 @@ class Mamba1Mixer(nn.Module):
 
     @property
     def step_weight(self) -> Tensor:
-        """Return the second matrix of the low-rank map from a token to its step sizes.
+        """Return the second matrix of the low-rank map from tokens to step sizes.
 
-        Its shape is channels x rank.
+        The matrix has the shape channels x rank.
         """
         return self.step.weight
 
@@ -384,8 +384,8 @@ def scan_channels(
     """Compute the output y of Mamba 1's state space model by its recurrence over tokens.
 
     In each channel, the recurrence is h_t = exp(Delta_t A) h_(t-1) + Delta_t x_t B_t, and the
-    output is y_t = C_t . h_t. This is ten times faster than multiplying x by the matrices that
-    `channel_mixing` returns, because each channel has its own matrix.
+    output is y_t = C_t . h_t. The recurrence is ten times faster than multiplying x by the matrices
+    that `channel_mixing` returns, because each channel has its own matrix.
 
     Args:
         inputs: Inputs x (batch x tokens x channels).
@@ -440,8 +440,8 @@ def scan_heads(
     """Compute the output y of Mamba 2's state space model in chunks of tokens.
 
     Within a chunk, inputs are multiplied by the matrix that `head_mixing` returns. A recurrence
-    carries the state from chunk to chunk. With a single chunk, only the matrix is used. With chunks
-    of one token, only the recurrence is used.
+    carries the state from chunk to chunk. With a single chunk, the recurrence is not used. With
+    chunks of one token, only the recurrence is used.
 
     Args:
         inputs: Inputs x.

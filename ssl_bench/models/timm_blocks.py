@@ -56,7 +56,7 @@ def trace_blocks(model: Any) -> BlockInfo:
 
     A timm model lists its stages in `feature_info`. If all modules of a stage have the same class
     and return features of the same shape, each of these modules is a block. Examples are the
-    residual blocks of a ResNet. Otherwise, the whole stage is one block. The stem is not a block.
+    residual blocks of a ResNet. A stage without such modules is one block. The stem is not a block.
     The output of each stage must equal the features that `model.forward_intermediates` returns.
 
     Returns:
@@ -133,9 +133,9 @@ def _trace_stages(model: Any, names: Sequence[str], size: tuple[int, int]) -> li
 def _record_outputs(model: Any, names: Sequence[str], images: Images) -> dict[str, Tensor]:
     """Run a forward pass, and return copies of the outputs of some modules by module name.
 
-    These modules are the stages in `names` and all modules that may be blocks of these stages. The
-    result does not contain a module that is called several times or returns something other than a
-    tensor. It also does not contain a module whose output is later modified in place.
+    The outputs of the stages in `names`, and of all modules that may be blocks of these stages, are
+    recorded. The result does not contain modules that are called several times, that return
+    something other than a tensor, or whose output is later modified in place.
     """
     parts = dict(model.named_modules())
     candidates = {sibling for name in names for sibling in (*_earlier_siblings(name), name)}
@@ -163,8 +163,8 @@ def _record_outputs(model: Any, names: Sequence[str], images: Images) -> dict[st
 def _earlier_siblings(name: str) -> list[str]:
     """Return the names of the modules that come before a module in its list.
 
-    For example, the result for "blocks.2" is ["blocks.0", "blocks.1"]. It is empty if the name does
-    not end with a number.
+    For example, the result for "blocks.2" is ["blocks.0", "blocks.1"]. If the name does not end
+    with a number, the result is empty.
     """
     parent, _, index = name.rpartition(".")
     return [f"{parent}.{number}" for number in range(int(index))] if index.isdigit() else []
@@ -173,8 +173,8 @@ def _earlier_siblings(name: str) -> list[str]:
 def _inner_blocks(parts: Mapping[str, nn.Module], name: str) -> list[str]:
     """Return the names of the modules that may be the blocks of the stage `name`.
 
-    They are the children of the stage's submodule `blocks`. If there is no such submodule, they are
-    the children of the stage itself. `parts` contains all modules of the model by name.
+    The names belong to the children of the stage's submodule `blocks`, or of the stage itself if
+    there is no such submodule. `parts` contains all modules of the model by name.
     """
     owner = f"{name}.blocks" if f"{name}.blocks" in parts else name
     return [f"{owner}.{child}" for child, _ in parts[owner].named_children()]
@@ -186,12 +186,12 @@ def _divide_stage(
     """Return the names of the blocks of a stage of a timm model, in order.
 
     The modules inside a stage are its blocks if all of them have the same class and output shape.
-    In addition, the last of them must return the stage's output, and each must contain further
-    modules. Otherwise, the stage itself is its only block.
+    In addition, the last of these modules must return the stage's output, and each must contain
+    further modules. If a condition is not met, the stage itself is its only block.
 
-    For Hiera, timm lists only the last block of each stage. The modules before it in the same
-    `ModuleList` then also belong to the stage, if they have the same class and output shape. Each
-    of them is divided in the same way.
+    For Hiera, timm lists only the last block of each stage. Earlier modules in the `ModuleList` of
+    such a block also belong to its stage, if they have the same class and output shape. Each module
+    of the stage is divided into blocks separately.
 
     Args:
         model: The timm model.
@@ -259,10 +259,11 @@ def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple
 
 
 def _remove_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
-    """Return the stages of a timm model without its stem, the layers before the first block.
+    """Return the stages of a timm model that are not part of the stem.
 
-    Find the first stage that is divided into blocks. Earlier stages belong to the stem,
-    unless they have the same class as these blocks. If no stage is divided, all stages are kept.
+    The stem consists of the layers before the first block. The stem contains all stages before the
+    first stage that is divided into blocks, except stages of the same class as these blocks. If no
+    stage is divided into blocks, all stages are returned.
 
     Args:
         model: The timm model.

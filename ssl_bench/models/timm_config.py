@@ -214,7 +214,7 @@ class TimmConfig(EncoderConfig):
 
     @property
     def block_info(self) -> "BlockInfo":
-        """Widths and strides of all blocks. Reading it imports timm, which takes seconds."""
+        """Widths and strides of all blocks, computed with timm, whose import takes seconds."""
         from ssl_bench.models.timm_model import build_block_info
 
         return build_block_info(self)

@@ -100,7 +100,7 @@ class TimmBackbone(nn.Module):
     def norm(self) -> nn.Module:
         """Final norm, which is applied to the tokens of the last block.
 
-        It is the identity if the model has no such norm.
+        If the model has no final norm, the value is an identity module.
         """
         if self.traced_info is None:
             if isinstance(self.model, ConvNeXt):
@@ -120,7 +120,7 @@ class TimmBackbone(nn.Module):
     def position_rule(self) -> str | None:
         """Text that describes how the position embedding is resized for other image sizes.
 
-        It is None if the position embedding is never resized.
+        The value is None if the position embedding is never resized.
         """
         if self.traced_info is None:
             has_positions = getattr(self.model, "pos_embed", None) is not None
@@ -199,10 +199,10 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
     The global random state does not change. Weights that the initialiser does not set keep timm's
     initial values.
 
-    For ConvNeXt with "uniform" or "covariance", all convolutions and linear layers are first drawn
-    as in PyTorch. Then the depthwise filters are redrawn, so the two initialisers only differ in
-    these filters. LayerScale keeps timm's values. Trockman's thesis does not state to which layers
-    "uniform" applies.
+    If a ConvNeXt has the initialiser "uniform" or "covariance", all convolutions and linear layers
+    first get PyTorch's default initialisation. Then the depthwise filters are redrawn, so "uniform"
+    and "covariance" only differ in the depthwise filters. LayerScale keeps timm's values.
+    Trockman's thesis does not state to which layers "uniform" applies.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -246,8 +246,8 @@ def token_arrangement(model: Any) -> Callable[[Tensor, int], Tensor] | None:
     """Return the function that arranges the patch tokens of a timm model as feature maps, or None.
 
     None means that the patch tokens are already in row-major order. Hiera needs a function, because
-    it stores the patches of a window next to each other. The arguments of the function are tokens
-    (batch, patches, dim) and the index of their block. It returns maps (batch, rows, cols, dim).
+    it stores the patches of a window next to each other. The function maps tokens (batch, patches,
+    dim) and the index of their block to feature maps (batch, rows, cols, dim).
     """
     return getattr(model, "reroll", None)
 
@@ -349,8 +349,8 @@ def gray_inputs(
 ) -> None:
     """Apply token graying to the inputs of the blocks that a configuration selects.
 
-    Token graying reduces the condition number of the token matrix. It is added to the blocks as a
-    forward pre-hook.
+    Token graying reduces the condition number of the token matrix. A forward pre-hook of each block
+    computes token graying.
 
     Args:
         config: Configuration that selects the blocks and the kind of graying.
@@ -373,7 +373,8 @@ def gray_images(graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]) 
     """Apply token graying to all tokens of each image as one matrix, before a block.
 
     The function is a forward pre-hook of a timm block, so it returns the new inputs of the block.
-    The first input is tokens, or feature maps with the channels last. Other inputs do not change.
+    The first input is tokens, or feature maps with the channels last. All other inputs of the block
+    do not change.
 
     Args:
         graying: Module that computes token graying.

@@ -44,7 +44,7 @@ class EncoderModule(nn.Module):
     def position_rule(self) -> str | None:
         """Text that describes how the position embedding is resized for other image sizes.
 
-        It is None if there is no position embedding.
+        The value is None if there is no position embedding.
         """
         return None
 
@@ -122,8 +122,8 @@ class Block(nn.Module):
     """Transformer block: optional token graying, then pre-norm attention, then a pre-norm MLP.
 
     Let x be the tokens after graying. With a skip connection, the attention replaces x by x +
-    attention(norm(x)). Without one, it replaces x by attention(norm(x)). The MLP treats the result
-    in the same way.
+    attention(norm(x)). Without a skip connection, the attention replaces x by attention(norm(x)).
+    Likewise, the MLP replaces x by x + mlp(norm(x)) or by mlp(norm(x)).
 
     Args:
         config: Configuration of the encoder. The fields `graying_layers` and `drop_path` have no
@@ -276,7 +276,7 @@ def build_vit(
 def sinusoidal_positions(rows: int, cols: int, dim: int) -> Float[Tensor, "patches {dim}"]:
     """Return position embeddings: sin and cos of the column, then sin and cos of the row.
 
-    Each of the four parts has dim / 4 frequencies. The patches are in row-major order.
+    Each of these four parts has dim / 4 frequencies. The patches are in row-major order.
 
     Source: Chen et al., "An empirical study of training self-supervised vision transformers",
     https://arxiv.org/abs/2104.02057.

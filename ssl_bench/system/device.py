@@ -37,8 +37,8 @@ def choose_device(name: str | None) -> torch.device:
     """Return the requested device. If it is a GPU, make it the current GPU and turn TF32 off.
 
     By default torch uses TF32 in convolutions, which lowers the precision of float32. Some
-    containers also turn it on for matrix products, by the environment variable
-    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    containers set the environment variable TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which turns TF32 on
+    for matrix products too.
 
     Args:
         name: Name as in torch, such as "cpu" or "cuda:1". The default is a GPU if the machine has
@@ -112,8 +112,8 @@ def describe_device(device: torch.device) -> str:
 def peak_memory(device: torch.device) -> int | None:
     """Return the peak memory use of this process in bytes so far, or None if it is unknown.
 
-    For a GPU, this is the memory of tensors on the GPU. Otherwise, it is the resident memory of the
-    process, which is only known on Linux.
+    For a GPU, the result is the memory of tensors on the GPU. For the CPU, the result is the
+    resident memory of the process, which is only known on Linux.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -132,8 +132,8 @@ def free_gpu_memory(device: torch.device) -> int:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device.
 
-    If the device is a CUDA GPU, the CPU does not wait until the GPU has finished earlier work. To
-    make this possible, the copy goes through pinned memory, which the GPU can read by itself.
+    If the device is a CUDA GPU, the CPU does not wait until the GPU has finished earlier work. The
+    copy goes through pinned memory, which the GPU can read while the CPU continues.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -181,8 +181,8 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
     """Compute matrix products and convolutions in `dtype`, as `torch.autocast` does.
 
     If `dtype` is float32, autocast is turned off. On a CPU without bfloat16 instructions, torch's
-    bfloat16 products are slow, so `RoundedProducts` replaces them. Its results differ only because
-    sums are computed in another order.
+    bfloat16 products are slow, so `RoundedProducts` replaces them. The results of `RoundedProducts`
+    differ from torch's only because sums are computed in another order.
     """
     is_emulated = autocast_dtype(device, dtype) != dtype
     with (
@@ -201,7 +201,8 @@ def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
 def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which `autocast` computes products.
 
-    It is `dtype`, except on a CPU without bfloat16 instructions, where bfloat16 becomes float32.
+    The result is `dtype`. For bfloat16 on a CPU without bfloat16 instructions, the result is
+    float32.
     """
     if dtype != torch.bfloat16 or device.type != "cpu":
         return dtype
@@ -220,8 +221,8 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 class RoundedProducts(TorchFunctionMode):
     """Emulation of bfloat16 products: round the factors, multiply in float32, round the product.
 
-    It has no effect where autocast is off. Gradients are rounded as with `torch.autocast`, because
-    the backward pass of a cast is also a cast.
+    The class has no effect where autocast is off. Gradients are rounded as with `torch.autocast`,
+    because the backward pass of a cast is also a cast.
     """
 
     def __torch_function__(
@@ -251,8 +252,8 @@ def _round_factor(factor: Tensor) -> Tensor:
 def evaluation_mode(module: nn.Module) -> Generator[None]:
     """Switch a module to evaluation mode in this context, then restore the mode of each submodule.
 
-    The method `train` is not called, because a module may override it, for example to merge
-    weights. Such a merge cannot be undone exactly.
+    The method `train` is not called, because a module may override this method, for example to
+    merge weights, which cannot be undone exactly.
     """
     submodules = [submodule for submodule in module.modules() if submodule.training]
     try:
@@ -268,8 +269,8 @@ def evaluation_mode(module: nn.Module) -> Generator[None]:
 def restore_tensor_storage(module: nn.Module) -> Generator[None]:
     """Move the tensors of a module back to their original device and memory on exit.
 
-    In the context, the module may be moved to another device. The original memory is restored,
-    because an optimizer or another module may share it.
+    In the context, the module may be moved to another device. Each tensor gets its original memory
+    again, because an optimizer or another module may share this memory.
     """
     tensors = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
     previous_data = [(tensor, tensor.data) for tensor in tensors]
@@ -331,8 +332,8 @@ def preserve_process_state() -> Generator[None]:
 def _tf32_settings() -> list[tuple[Any, str, Any]]:
     """Return torch's TF32 settings as tuples of the owning object, attribute name and value.
 
-    Torch has old and new attributes for these settings. After a new attribute has been set, reading
-    the old one raises an error. In this case, the new attributes are returned.
+    Torch has old and new attributes for TF32. After a new attribute has been set, reading an old
+    attribute raises an error. The new attributes are only returned in this case.
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
@@ -353,7 +354,7 @@ def value_counts(
     """Return how often each number from 0 to `size` - 1 occurs in `values`.
 
     With `weights`, return the sum of the weights for each number instead. `torch.bincount` is only
-    used on a CPU. On a GPU, it would make the CPU wait until the GPU has finished.
+    used on a CPU, because on a GPU it would make the CPU wait for the GPU.
     """
     if values.device.type == "cpu":
         return torch.bincount(values, weights, size)
@@ -367,8 +368,8 @@ def scatter_value_counts(
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
     """Return how often each number from 0 to `size` - 1 occurs in `values`.
 
-    With `weights`, return the sum of the weights for each number instead. `scatter_add_` computes
-    the result, because it does not make the CPU wait for a GPU.
+    With `weights`, return the sum of the weights for each number instead. Unlike `torch.bincount`,
+    this function does not make the CPU wait for a GPU.
     """
     if weights is None:
         ones = torch.ones(1, dtype=torch.int64, device=values.device)

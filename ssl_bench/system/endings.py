@@ -31,7 +31,7 @@ _MAX_CHARACTERS = 1000
 class StopSignal(KeyboardInterrupt):
     """Error that is raised if the process receives a stop signal such as SIGTERM.
 
-    It is handled like the error that Ctrl-C raises.
+    Commands handle this error like the KeyboardInterrupt that Ctrl-C raises.
 
     Args:
         number: Number of the signal.
@@ -47,10 +47,10 @@ def handle_signals(
 ) -> Generator[None]:
     """Use `handler` for the named signals in this context, then restore the previous handlers.
 
-    Outside of the main thread, this function has no effect, because Python does not allow handlers
-    there. A SIGHUP that is already ignored stays ignored, as `nohup` expects. Otherwise, if SIGHUP
-    arrives because the terminal was closed, output to the terminal is redirected to /dev/null
-    before `handler` is called.
+    Outside of the main thread, this function has no effect, because Python only allows signal
+    handlers in the main thread. A SIGHUP that is already ignored stays ignored, as `nohup` expects.
+    Otherwise, if SIGHUP arrives because the terminal was closed, output to the terminal is
+    redirected to /dev/null before `handler` is called.
 
     Args:
         names: Names of signals, such as "SIGTERM". Signals that the system lacks are left out.
@@ -82,7 +82,7 @@ def handle_signals(
 def _discard_lost_output() -> None:
     """Redirect stdout and stderr to /dev/null if their terminal or pipe is closed.
 
-    Otherwise, a failed print could end the command before it has saved its results.
+    This keeps a failed print from ending the command before its results are saved.
     """
     # A program at the other end of a pipe gets the same signal. Wait until it has ended.
     time.sleep(0.1)
@@ -96,7 +96,7 @@ def _discard_lost_output() -> None:
 
 
 def raise_stop_signal(number: int, frame: FrameType | None) -> None:
-    """Raise `StopSignal`. It is the signal handler of commands that save nothing when they stop."""
+    """Raise `StopSignal`, as the signal handler of commands that save nothing when they stop."""
     del frame
     raise StopSignal(number)
 
@@ -104,9 +104,9 @@ def raise_stop_signal(number: int, frame: FrameType | None) -> None:
 def repair_standard_streams() -> None:
     """Open each standard stream that is closed, and make stdout accept any character.
 
-    If a standard stream stayed closed, the next opened file would get its descriptor. Messages
-    would then be written to that file. Characters that the terminal cannot encode are printed as
-    escapes.
+    If a standard stream stayed closed, the next opened file would get the descriptor of this
+    stream, and messages would be written to the file. Characters that the terminal cannot encode
+    are printed as escapes.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -142,9 +142,9 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
 
     If the error is a bug in this program, print nothing and return None.
 
-    This function is separate from `main` to avoid a reference cycle. The error's traceback refers
-    to the frame of `main`. If a variable in this frame also referred to the error, the two would
-    keep each other alive, and data workers and memory would not be freed.
+    This function is separate from `main` to avoid a reference cycle. The traceback of the error
+    refers to the stack frame of `main`. If a local variable of `main` also referred to the error,
+    neither would be freed, and data workers and memory would stay in use.
 
     Args:
         error: The error that ended the command.
@@ -167,7 +167,7 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
 def _convert_error(error: Exception, command: str) -> SslBenchError | None:
     """Return the error to report to the user, or None if the error is a bug in this program.
 
-    `command` is the name of the command. It determines what an out-of-memory error suggests.
+    `command` is the name of the command, which determines what an out-of-memory error suggests.
     """
     if isinstance(error, SslBenchError):
         return error

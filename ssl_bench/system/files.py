@@ -129,9 +129,9 @@ def remove_orphans(folder: Path, *, idle_seconds: float = _ORPHAN_SECONDS) -> No
     """Delete temporary files that killed processes left in a folder.
 
     A locked file is kept, because the lock shows that its process is still running. On some network
-    file systems, other hosts cannot see the lock. An unlocked file is therefore only deleted if it
-    has not changed for `idle_seconds`. If the file system does not support locks, a file is only
-    deleted if it has not changed for a day.
+    file systems, other hosts cannot see the lock. A file without a visible lock is therefore only
+    deleted if it has not changed for `idle_seconds`. If the file system does not support locks, a
+    file is only deleted if it has not changed for a day.
     """
     with suppress(OSError):
         for path in folder.iterdir():
@@ -179,8 +179,8 @@ def try_lock(descriptor: int) -> bool:
 def wait_for_lock(descriptor: int) -> None:
     """Wait until no other process has locked an open file, then lock it until it is closed.
 
-    `descriptor` is the file descriptor. On Windows, this function has no effect. Some network file
-    systems raise OSError.
+    `descriptor` is the file descriptor. On Windows, this function has no effect. On some network
+    file systems, locking raises OSError.
     """
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -240,9 +240,9 @@ def file_sha256(path: Path) -> str:
 def open_trusted(path: Path) -> BufferedReader:
     """Open a cache file for reading, and refuse a file that any user could have written.
 
-    Results are computed from the file. Therefore the current user or root must own it, and it must
-    not be world-writable. It may be writable for the file's group. Links, pipes and devices are
-    refused too.
+    Results are computed from cache files. The owner of the file must therefore be the current user
+    or root. The file may be writable for its group, but not for all users. Links, pipes and devices
+    are refused too.
 
     Raises:
         OSError: The file is missing or refused. `strerror` gives the reason.
@@ -315,8 +315,8 @@ def read_untrusted_folder(
 ) -> Iterator[tuple[str, bytes]]:
     """For each file with a given suffix in a folder, yield its path and content.
 
-    This is faster than calling `read_untrusted` for each file. If a file is a link or below a link,
-    is too large, or cannot be read, its content is b"".
+    This function is faster than calling `read_untrusted` for each file. If a file is a link or
+    below a link, is too large, or cannot be read, its content is b"".
 
     Args:
         root: Folder that may itself be a link. Links below it are not followed.
@@ -405,8 +405,8 @@ def list_files(root: Path) -> Iterator[str]:
 
     The files in a folder come before the files in its subfolders. Links to folders are followed.
     Hidden files and folders are left out. Folders with images that ssl-bench wrote, such as
-    figures, are left out too, and a message names the first of them. `root` itself is never left
-    out.
+    figures, are left out too, and a message names the first of them. The folder `root` itself is
+    never left out.
     """
     visited: set[str] = set()
     outputs: list[Path] = []
@@ -497,8 +497,8 @@ def cache_folder(configured: str | Path | None) -> Path:
 def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
     """Convert a text to a valid file name.
 
-    "/" becomes "_". Most other texts are returned unchanged. In the following cases, "~" and 16
-    digits of the text's SHA-256 are appended, so that no other text gets the same name:
+    Each "/" becomes "_". In the following cases, "~" and 16 digits of the text's SHA-256 are
+    appended, so that no other text gets the same name:
 
     - The name would be empty, too long, or hidden because it begins with ".".
     - The text contains a NUL character.
@@ -557,8 +557,8 @@ TILES = "ssl-bench tiles"
 def figure_title(name: str) -> str:
     """Return the title of a figure, given its file name without suffix.
 
-    If the name ends with "~" and 16 digits of a SHA-256, they are removed. Different figures may
-    then have the same title.
+    If the name ends with "~" and 16 digits of a SHA-256, this ending is removed. Different figures
+    may therefore have the same title.
     """
     return name[: -1 - _DIGEST_DIGITS] if _ENDS_IN_DIGEST.fullmatch(name) else name
 
@@ -579,7 +579,7 @@ def figures_folder_name(prefix: str, fingerprint: str) -> str:
 def figures_folder_prefix(model: str, encoder_id: str) -> str:
     """Return the beginning of the names of all folders with figures of an encoder.
 
-    It consists of the model name and the first eight digits of the encoder's id.
+    This prefix consists of the model name and the first eight digits of the encoder's id.
     """
     return f"{model_file_name(model)}-{encoder_id[:_SHORT_DIGITS]}"
 
@@ -592,6 +592,6 @@ def model_file_name(model: str) -> str:
 def short_fingerprint(fingerprint: str) -> str:
     """Return the first eight digits of the fingerprint (hash) of a set of images.
 
-    A prefix such as "stat-" is left out.
+    A prefix of the fingerprint, such as "stat-", is left out.
     """
     return fingerprint.rpartition("-")[2][:_SHORT_DIGITS]

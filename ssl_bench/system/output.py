@@ -67,11 +67,11 @@ def _show_bar(items: Iterable[T], description: str, total: int | None) -> Iterat
 
 @cache
 def bar_class() -> Any:
-    """Return a subclass of tqdm's progress bar with two changes.
+    """Return a subclass of tqdm's progress bar.
 
-    First, the remaining time is computed without the first item, which takes longer because data
-    and models must be loaded. Second, each process has its own lock. In tqdm, forked processes
-    share a lock. If one process were killed while it prints, all other processes would wait
+    The remaining time is computed without the first item, which takes longer because data and
+    models must be loaded. Each process has its own lock, because tqdm's processes share a lock
+    after a fork. If a process were killed while it holds a shared lock, all others would wait
     forever.
     """
     # Import tqdm here, because the import takes as long as everything else that `--help` does.
@@ -290,7 +290,7 @@ def escape_matplotlib(text: str) -> str:
 def safe_file_name(name: str) -> str:
     """Convert a name to at most 80 characters that are valid in any file system and URL.
 
-    Each sequence of other characters becomes "_".
+    Each sequence of invalid characters becomes "_".
     """
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:80]
 

@@ -99,7 +99,7 @@ def local_world_size() -> int:
 def require_single_process(command: str) -> None:
     """Raise ConfigurationError if torchrun started several processes.
 
-    Commands call it if they would repeat the same work in each process.
+    Call this function in commands that would repeat the same work in each process.
     """
     world_size = get_process_info().world_size
     if world_size > 1:
@@ -137,10 +137,10 @@ def use_passive_openmp_waiting() -> None:
 def keep_freed_memory() -> None:
     """Let the C library keep the memory of freed tensors for reuse.
 
-    By default, glibc returns large blocks to the system. The kernel must then clear every memory
-    page of the next tensor, which takes time. With this function, the C library keeps gaps between
-    used blocks, and up to 512 MiB after the last one. The function changes nothing if the user has
-    configured memory allocation by environment variables.
+    By default, glibc returns large blocks of memory to the operating system, which must then clear
+    every memory page of the next tensor. After a call of this function, glibc keeps free memory
+    between used blocks, and up to 512 MiB after the last used block. The function changes nothing
+    if the user has configured memory allocation by environment variables.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -194,7 +194,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def reraise_out_of_memory(error: Exception) -> None:
     """Raise `error` again if it was caused by a lack of memory.
 
-    Call it in an `except` block that treats all other errors as a sign of a damaged file.
+    Call this function if an `except` block treats all other errors as a sign of a damaged file.
     """
     if is_out_of_memory(error):
         raise error
@@ -203,7 +203,7 @@ def reraise_out_of_memory(error: Exception) -> None:
 def out_of_memory_error(error: BaseException, command: str) -> MachineError:
     """Return the error to report for a command that ran out of memory.
 
-    Its hint suggests smaller settings. They depend on `command`, such as "probe".
+    The hint of the error suggests smaller settings for the command, such as "probe".
     """
     detail = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     hint = _SMALLER_SETTINGS.get(command, "").split()
@@ -233,8 +233,8 @@ def free_shared_memory() -> int | None:
 def free_host_memory() -> int:
     """Return the number of bytes that this process can still allocate.
 
-    This is the smallest of the machine's free memory and the free memory of each control group
-    (cgroup) of the process.
+    The result is the minimum of the free memory of the machine and of each control group (cgroup)
+    of the process.
     """
     return min([_free_machine_memory(), *_free_cgroup_memory()])
 
@@ -282,8 +282,8 @@ def _file_cache_bytes(group: Path) -> int:
 def pause_garbage_collection() -> Generator[None]:
     """Turn off Python's cyclic garbage collector in this context.
 
-    Use it while many result records (stored results) are read. They contain no reference cycles, so
-    the collector would only cost time.
+    Turn the collector off while many result records (stored results) are read. Result records
+    contain no reference cycles, so the collector would only cost time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -203,7 +203,7 @@ def test_two_runs_of_one_name_and_unknown_keys_are_refused(tmp_path):
     run = "  a:\n    images: mnist\n"
     with pytest.raises(ConfigurationError, match="have the name a"):
         papers(write_papers(tmp_path / "two", p=run, q=run))
-    with pytest.raises(ConfigurationError, match=r"run a expects the keys .* got hours"):
+    with pytest.raises(ConfigurationError, match=r"run a has the unknown keys hours"):
         papers(write_papers(tmp_path / "unknown", p=f"{run}    hours: 3\n"))
     for text in ("- a", "titel: T"):
         (tmp_path / "unknown/papers/p.yaml").write_text(text)

@@ -109,7 +109,7 @@ def test_the_hints_for_a_file_of_another_depth_load_it(tmp_path, name, changes):
     weights = weights_of(name, **changes)
     path = save_checkpoint(tmp_path / "w.pth", weights)
     line = get_load_error(f"timm:{name}@{path}")
-    assert f"timm:{name} has 12" in line
+    assert f"the timm model {name} has 12 blocks" in line
 
     config = advised_config(line)
     config["model_args"] |= changes

@@ -36,7 +36,7 @@ def parse_epoch(path: Path) -> int | None:
 
 
 def resolve_file(uri: str) -> Path:
-    """Return the path of the weights file of an encoder address. The file may not exist.
+    """Return the path of the weights file of an encoder address. The file need not exist.
 
     If RUN is the folder of a training run, the address `RUN` means its last encoder, and `RUN@200`
     means its encoder of epoch 200. `demo:skip` and `demo:skipless` are small encoders that come
@@ -103,8 +103,9 @@ def expand_addresses(patterns: Sequence[str]) -> list[str]:
 def _split_list(text: str) -> list[str]:
     """Split a text at its commas if it is a list of encoder addresses, such as "runs/a,runs/b".
 
-    In a list, at least one part contains a colon, is an existing path, or is a pattern that matches
-    a path. A text that is itself an existing path or such a pattern is not split.
+    A text is a list if at least one of its parts contains a colon, is an existing path, or is a
+    pattern that matches a path. If the whole text is an existing path or a matching pattern, the
+    text is not split.
     """
     # RUN@1,2 is not split, because 2 is not an address.
     if re.fullmatch(r"[^,]*@[\d,-]+", text, re.DOTALL):
@@ -139,9 +140,9 @@ def is_baseline(uri: str) -> bool:
 def has_random_baseline(uri: str) -> bool:
     """Return whether the baseline `random:URI` exists for the encoder at the address `uri`.
 
-    The baseline is the same encoder with its initial weights. It does not exist for user modules
-    and encoders from other packages, because their initialisation is unknown. It also does not
-    exist for encoders that are untrained baselines themselves. The encoder is not loaded.
+    The baseline is the same encoder with its initial weights. The baseline does not exist for
+    untrained baselines, and for user modules and encoders from other packages, whose initialisation
+    is unknown. This function does not load the encoder.
     """
     is_external = uri.partition(":")[0] in entry_points("encoder")
     return not (is_baseline(uri) or FILE_AND_NAME.fullmatch(uri) or is_external)
@@ -150,9 +151,8 @@ def has_random_baseline(uri: str) -> bool:
 def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
     """Return encoder addresses, followed by the addresses of untrained baselines.
 
-    There are two kinds of baselines. The first is an encoder with random weights, for each encoder
-    whose initialisation is known. The second is the raw colours of patches, for each patch size in
-    pixels.
+    Two kinds of baselines are added: the same encoder with random weights if its initialisation is
+    known, and the raw colours of patches for each patch size of the encoders.
     """
     drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_baseline(uri)]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
@@ -162,8 +162,8 @@ def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
 def layers_of_encoder(uri: str, layers: str | int | Sequence[int]) -> str | int | Sequence[int]:
     """Return the layers (block indices) to probe for the encoder at an address.
 
-    The result is `layers`, except for the raw-colour baseline `colours:PATCH`. This baseline has
-    only one block, so the result is "all".
+    The raw-colour baseline `colours:PATCH` has only one block, so its result is "all". For all
+    other encoders, the result is `layers`.
     """
     return "all" if uri.partition(":")[0] == COLOURS else layers
 
@@ -214,8 +214,8 @@ def demo_file(uri: str) -> Path:
     path = demo_folder() / f"demo_{name}.safetensors"
     if not path.is_file():
         raise CheckpointError(
-            f"{uri} is missing in this installation: no {path.name} in {path.parent}. Train an "
-            "encoder, or pass another checkpoint",
+            f"{uri} is missing in this installation: {path.parent} has no file {path.name}. Train "
+            "an encoder, or pass another checkpoint",
             hint=("ssl-bench", "pretrain", "or", "--checkpoint", "{checkpoint}"),
         )
     return path

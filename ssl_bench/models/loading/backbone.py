@@ -77,11 +77,11 @@ class Backbone:
 def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     """Find the tensors of the encoder in the content of a weights file.
 
-    A file may contain several encoders, such as a student and a teacher. Their tensor names differ
-    in a prefix. The moving average of the weights is used. It has a prefix such as "teacher" or
-    "ema". There are two exceptions. A moving average that was never updated is not used, because it
-    contains the initial weights. For MoCo-v3 and solo-learn, the trained encoder is used, as in
-    their own evaluations.
+    A file may contain several encoders, such as a student and a teacher. Each encoder has its own
+    prefix in the tensor names. The moving average of the weights, with a prefix such as "teacher"
+    or "ema", is used, with two exceptions. A moving average that was never updated is not used,
+    because it contains the initial weights. For MoCo-v3 and solo-learn, the trained encoder is
+    used, as in their own evaluations.
 
     Args:
         content: Content of the file, as nested dictionaries and lists of tensors and other values.
@@ -154,8 +154,8 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
         if not encoders:
             reject_unsupported(weights, path)
         raise CheckpointError(
-            f"{path} contains {list_names(list(dict.fromkeys(unknown)))}, whose purpose is unknown."
-            " Save only the state_dict of the encoder"
+            f"{path} contains {list_names(list(dict.fromkeys(unknown)))}, "
+            "which are not known parts of an encoder. Save only the state_dict of the encoder"
         )
     heads = find_reasons(weights, _HEADS)
     plain = {name: value for name, value in weights.items() if name not in heads}
@@ -193,7 +193,7 @@ def _iterate_leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
 def _remove_wrapper(wrapper: str, name: str) -> str:
     """Remove the parts of a tensor's name that match the regular expression `wrapper`.
 
-    If it is "module", the name "module.blocks.0.attn" becomes "blocks.0.attn".
+    If `wrapper` is "module", the name "module.blocks.0.attn" becomes "blocks.0.attn".
     """
     return re.sub(rf"(?:^|(?<=\.)){wrapper}\.", "", name)
 
@@ -235,8 +235,8 @@ def _find_encoders(names: Collection[str]) -> list[str]:
 def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the prefixes of the dictionaries in a weights file that contain the most tensors.
 
-    Use it if `_find_encoders` finds no encoder. These dictionaries may be encoders whose tensors
-    have unknown names.
+    Use this function if `_find_encoders` finds no encoder. The returned dictionaries may be
+    encoders whose tensors have unknown names.
     """
     inside: dict[str, list[str]] = {}
     for name, value in tensors.items():
@@ -254,8 +254,9 @@ def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
 def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
     """Choose one of several encoders in a weights file, and return its prefix.
 
-    The words of prefixes such as "teacher.backbone." are compared from left to right. At each
-    difference, only encoders with the highest priority remain. `_rank` computes the priority.
+    The words of prefixes such as "teacher.backbone." are compared from left to right. At the first
+    word in which the prefixes differ, only encoders with the highest priority are kept. `_rank`
+    computes the priority.
 
     Args:
         roots: Prefix of each encoder.
@@ -280,7 +281,7 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
         labels = list_names([_label(branches[branch][0]) for branch in best])
         raise CheckpointError(
             f"{path} contains {len(best)} encoders ({labels}), and no name shows which of them is "
-            "the moving average. Save the state_dict of only one of them"
+            "the moving average. Save the state_dict of only one encoder"
         )
     return _choose_encoder(branches[best[0]], unaveraged, path)
 
@@ -288,7 +289,7 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
 def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
     """Return the priority (rank) of an encoder in a file with several encoders.
 
-    The encoder with the highest rank is loaded:
+    The encoder with the highest priority is loaded. The priorities are:
 
     - 3: The trained encoder "current", if its moving average was never updated.
     - 2: A moving average, such as "teacher" or "ema".
@@ -297,7 +298,7 @@ def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
 
     Args:
         root: Prefix of the encoder.
-        above: Common prefix of all compared encoders.
+        above: Common prefix of the tensor names of all compared encoders.
         unaveraged: Prefixes of moving averages that were never updated.
     """
     below = root.removeprefix(above)
@@ -353,7 +354,7 @@ def _is_counter(key: str, value: Tensor) -> bool:
 def _common_prefix(names: Sequence[str]) -> str:
     """Return the longest prefix that all names share and that ends with a dot or a slash.
 
-    It is "" if there is no such prefix.
+    If there is no such prefix, the result is "".
     """
     common = os.path.commonprefix(names)  # noqa: RUF071 - cut at a whole part in the next line
     return common[: max(common.rfind("."), common.rfind("/")) + 1]

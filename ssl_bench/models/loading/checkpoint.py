@@ -1,7 +1,8 @@
 """Read weights files from any source, and read and write checkpoints of this suite.
 
 A checkpoint of this suite is a safetensors file, whose header contains the configuration of the
-model. A second file next to it, such as last.safetensors.sha256, contains its SHA-256.
+model. Next to the checkpoint, a second file such as last.safetensors.sha256 contains the SHA-256 of
+the checkpoint.
 """
 
 import argparse
@@ -152,7 +153,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
 def normalization_metadata(normalization: Normalization) -> dict[str, str]:
     """Return the mean and standard deviation of the training images as metadata of a checkpoint.
 
-    The result is empty for ImageNet's values, which are the default.
+    For ImageNet's mean and standard deviation, which are the default, the result is empty.
     """
     if normalization == IMAGENET_NORMALIZATION:
         return {}
@@ -176,7 +177,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
     """Read the properties that identify the encoder in a checkpoint of this suite, but no weights.
 
     The SHA-256 is copied from the .sha256 file, if that file has a single line for this checkpoint.
-    Otherwise, it is computed from the checkpoint. A copied SHA-256 is not verified until
+    Otherwise, the SHA-256 is computed from the checkpoint. A copied SHA-256 is not verified until
     `load_checkpoint` loads the weights.
 
     Args:
@@ -262,7 +263,7 @@ def read_metadata(path: Path) -> dict[str, str]:
         ) from error
 
 
-PYTHON_ADVICE = "name a function that loads it in Python (docs/python.md)"
+PYTHON_ADVICE = "write a Python function that loads the encoder (docs/python.md)"
 PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
 TIMM_HINT = ("--checkpoint", "timm:{timm_name}@{file}")
 MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
@@ -272,7 +273,7 @@ MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
 def timm_hint(path: Path, name: str = "{timm_name}") -> tuple[str, str]:
     """Return command-line arguments that load a weights file into the timm model `name`.
 
-    Error messages suggest them as a hint.
+    Error messages suggest these arguments as a hint.
     """
     return "--checkpoint", f"timm:{name}@{escape_braces(str(path))}"
 
@@ -321,7 +322,8 @@ def _check_readable(path: Path) -> None:
 def require_unchanged(path: Path) -> Generator[None]:
     """Raise CheckpointError if a file is replaced in this context, for example by a training run.
 
-    Otherwise, results of the new weights could be stored with the SHA-256 of the old weights.
+    Without this check, results of the new weights could be stored with the SHA-256 of the old
+    weights.
     """
     before = _file_state(path)
     try:
@@ -375,7 +377,7 @@ def _file_state(path: Path) -> tuple[int, int, int] | None:
 def read_rgb(content: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
     """Read the mean or standard deviation of RGB channels in `content[key]`.
 
-    The value is one number for all channels, or three numbers. If the key ends with "std", they
+    The value is one number for all channels, or three numbers. Values of keys that end with "std"
     must be positive. `path` is the file with this content, for the error message.
     """
     value: Any = content.get(key)
@@ -506,10 +508,9 @@ def _describe_damage(path: Path, reason: str) -> str:
 
 
 def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
-    """Return the part of an error message that says how to load a file with a config.json.
+    """Return advice for an error message: load the weights from a folder with a config.json.
 
-    The user must write a config.json that names a timm model and the arguments that differ from
-    timm's.
+    The config.json states the name of a timm model and the arguments that differ from timm's.
 
     Args:
         path: The weights file.

@@ -98,7 +98,7 @@ def load_foreign(
             )
         if (architecture := dinov3_architecture(backbone.weights)) is not None:
             raise CheckpointError(
-                f"{path} is a DINOv3. The ViT of this suite has no rotary positions",
+                f"{path} is a DINOv3. The ViT of ssl-bench has no rotary positions",
                 hint=timm_hint(path, architecture),
             )
         reject_unsupported(backbone.weights, path)
@@ -174,9 +174,9 @@ def rename_dinov3(backbone: Backbone, path: Path) -> Backbone:
 def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
     """Multiply each LayerScale into the preceding linear layer in place.
 
-    The model then needs no LayerScale. If a LayerScale is missing or has an unexpected shape,
-    nothing is changed. `load_weights` then raises an error, because the model has no parameter for
-    a LayerScale.
+    With these weights, the model needs no LayerScale. If a LayerScale is missing or has an
+    unexpected shape, nothing is changed. `load_weights` then raises an error, because the model has
+    no parameter for a LayerScale.
 
     Returns:
         A note for users. It is empty if nothing is changed.
@@ -234,7 +234,9 @@ def _infer_config(
             num_registers=0 if registers is None or registers.ndim != 3 else registers.shape[1],
         )
     except ConfigurationError as error:
-        raise CheckpointError(f"{path} does not fit the ViT of this suite: {error}") from error
+        raise CheckpointError(
+            f"{path} contains weights that the ViT of ssl-bench does not support: {error}"
+        ) from error
     return config, (rows, cols), assumed
 
 
@@ -256,7 +258,8 @@ def _grid_size(
         if rows * cols != num_patches:
             raise CheckpointError(
                 f"{path} has pos_embed for {num_patches} patches, but config.json states images "
-                f"of {height} x {width} pixels, so {rows} x {cols} patches of {patch_size} pixels. "
+                f"of {height} x {width} pixels, which have {rows} x {cols} patches of {patch_size} "
+                "pixels. "
                 "Download both files again"
             )
         return rows, cols, ""
@@ -281,15 +284,15 @@ def _check_required(
         first = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
             f"{path} is not a Vision Transformer in a known layout: expected {', '.join(missing)}, "
-            f"got {first}. Rename its keys, or {PYTHON_ADVICE}",
+            f"got {first}. Rename the tensors in the file, or {PYTHON_ADVICE}",
             hint=build_load_hint(weights, path),
         )
     _, positions, kernel, linear = (weights[name] for name in _REQUIRED)
     if kernel.ndim == 2:
         raise CheckpointError(
             f"{path} embeds patches with a linear layer ({_REQUIRED[2]} is {format_shape(kernel)}) "
-            "and does not state the order of pixels. Reshape it to dim x 3 x rows x columns, or "
-            f"{PYTHON_ADVICE}",
+            "and does not state the order of pixels. Reshape this tensor to dim x 3 x rows x "
+            f"columns, or {PYTHON_ADVICE}",
             hint=PYTHON_FILE,
         )
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
@@ -303,7 +306,7 @@ def _check_required(
         shapes = (f"{name} {tuple(weights[name].shape)}" for name in _REQUIRED)
         raise CheckpointError(
             f"{path} is not a {layout.name} Vision Transformer: expected a width that is a "
-            f"multiple of {head_dim}, got {', '.join(shapes)}. If timm has this architecture, "
-            "load the file with timm's name of it",
+            f"multiple of {head_dim}, got {', '.join(shapes)}. If this is an architecture of "
+            "timm, load the file with timm's name of the architecture",
             hint=timm_hint(path),
         )

@@ -71,8 +71,8 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
     if model_type not in (*_TRANSFORMERS, _DINOV3):
         raise CheckpointError(
             f"{path} has model_type={config.get('model_type')!r}, expected a timm architecture "
-            f"or one of {', '.join((*_TRANSFORMERS, _DINOV3))}. To use it, {PYTHON_ADVICE}, such "
-            f"as transformers.AutoModel.from_pretrained({str(path.parent)!r})",
+            f"or one of {', '.join((*_TRANSFORMERS, _DINOV3))}. To use the model, {PYTHON_ADVICE}, "
+            f"such as transformers.AutoModel.from_pretrained({str(path.parent)!r})",
             hint=PYTHON_FILE,
         )
     weights = file(WEIGHTS_FILES)
@@ -194,7 +194,7 @@ def _read_model_spec(config: Mapping[str, Any], path: Path) -> ModelSpec:
 def _read_normalization(preprocessor: Mapping[str, Any], path: Path) -> Normalization:
     """Read the mean and standard deviation by which an image processor normalises images.
 
-    They apply to images with values in [0, 1].
+    The mean and standard deviation apply to images with values in [0, 1].
 
     Args:
         preprocessor: Content of preprocessor_config.json.

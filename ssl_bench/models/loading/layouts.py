@@ -284,8 +284,8 @@ _TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"
 def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
     """Return the layout of a weights file, that is, the naming scheme of its tensors.
 
-    It is the first layout in `LAYOUTS` with a pattern (`Layout.patterns`) that matches a tensor
-    name or a prefix. If no layout has such a pattern, it is DINO's layout.
+    The result is the first layout in `LAYOUTS` with a pattern (`Layout.patterns`) that matches a
+    tensor name or a prefix, or DINO's layout if no pattern matches.
 
     Args:
         names: Names of the tensors, without prefixes.
@@ -303,8 +303,8 @@ def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
     """Raise CheckpointError if a weights file contains a model other than a supported plain ViT.
 
-    Such models are, for example, a ResNet or a ViT with a SwiGLU MLP. The error suggests another
-    way to load the file, such as a timm model.
+    Unsupported models are, for example, a ResNet or a ViT with a SwiGLU MLP. The error suggests
+    another way to load the file, such as a timm model.
 
     Args:
         weights: Tensors of the file by name.
@@ -331,8 +331,8 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             ]
             known = [timm_hint(path, n) for n in dict.fromkeys(names) if timm.is_model(n)]
             raise CheckpointError(
-                f"{path} has {feature} ({name}), which the ViT of this suite does not support. "
-                f"To use it, {_TIMM_ADVICE}. If the arguments differ from timm's, "
+                f"{path} has {feature} ({name}), which the ViT of ssl-bench does not support. "
+                f"To use the file, {_TIMM_ADVICE}. If its arguments differ from timm's defaults, "
                 f"{advise_model_folder(path, '...')}",
                 hint=join_alternatives(*(known or [TIMM_HINT]), MODEL_FOLDER),
             )
@@ -341,8 +341,8 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
 def build_load_hint(weights: Iterable[str], path: Path) -> tuple[str, ...]:
     """Return command-line arguments that an error message suggests for a file in an unknown layout.
 
-    They load the encoder from a Python file. If the tensors are named as in timm, arguments that
-    load a timm model are suggested as well.
+    The arguments load the encoder from a Python file. If the tensors are named as in timm,
+    arguments that load a timm model are suggested as well.
 
     Args:
         weights: Names of the tensors in the file.

@@ -111,9 +111,9 @@ scheme, and its function takes the whole address and returns an `Encoder`.
 def list_addresses() -> list[Address]:
     """Return all supported forms of encoder addresses, including forms that packages add.
 
-    A package adds a loader function. This function may have an attribute `example`, which becomes
-    the example of its address. The example is empty if the function has no such attribute or cannot
-    be imported.
+    A package adds a form of address by a loader function. The attribute `example` of this function
+    is an example of such an address. If the function has no such attribute or cannot be imported,
+    the example is empty.
     """
     added: list[Address] = []
     for scheme, point in entry_points("encoder").items():
@@ -195,7 +195,7 @@ def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
         raise
     except Exception as error:  # Code of another package can raise any exception.
         reason = broken_file_error(error, [point.module.partition(".")[0]])
-        raise CheckpointError(f"{source} failed for {uri}: {reason}") from error
+        raise CheckpointError(f"{source} could not load {uri}: {reason}") from error
     if not isinstance(encoder, Encoder):
         raise CheckpointError(
             f"{source} returned a {type(encoder).__name__}, expected an ssl_bench.Encoder"
@@ -206,8 +206,8 @@ def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
 def identify_encoder(uri: str) -> EncoderIdentity:
     """Return the properties that identify the encoder at an address, such as its SHA-256.
 
-    For a checkpoint of this suite, only the header and the .sha256 file are read. This takes
-    milliseconds, but damaged weights are not detected. Any other encoder is loaded.
+    For a checkpoint of this suite, only the header and the .sha256 file are read, so damaged
+    weights are not detected. To identify any other encoder, this function loads the encoder.
 
     Raises:
         CheckpointError: The encoder cannot be loaded.
@@ -309,7 +309,7 @@ def load_path(uri: str) -> Encoder:
         )
     if path.suffix == ".py":
         raise CheckpointError(
-            f"{path} is a Python file, expected the name of an encoder in it",
+            f"{path} is a Python file, expected FILE.py:NAME with the name of an encoder",
             hint=("--checkpoint", f"{escape_braces(str(path))}:{{name}}"),
         )
     if path.suffix != ".safetensors" or not is_suite_checkpoint(path):
@@ -323,7 +323,7 @@ def _guess_address(name: str) -> str | None:
     """Guess the encoder address that a user meant by a name, or return None if unknown.
 
     For example, `dino_vits16` is in torch hub, and `facebook/dinov2-small` is on Hugging Face. The
-    result may contain a placeholder such as {tag}, and is suggested in an error message.
+    address is a suggestion for an error message, and may contain a placeholder such as {tag}.
     """
     from ssl_bench.models.loading.hub import HUB_WEIGHTS
 
@@ -367,8 +367,8 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
 def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]) -> None:
     """Check that encoders have the layers (blocks) to probe, before any encoder is loaded.
 
-    The depth is read from the header of checkpoints of this suite. Other encoders are not checked,
-    because loading them takes long.
+    The number of blocks is read from the header of checkpoints of this suite. Encoders from other
+    sources are not checked, because loading them takes long.
 
     Args:
         layers: Requested layers, as numbers, a text such as "0-3", or "all".

@@ -23,10 +23,10 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], ModelSpec]:
     """Return the tensors of an ONNX file by their PyTorch names, and a description of the ViT.
 
     An exported file contains the names of biases and norms, but not the names of linear layers'
-    weight matrices. Each matrix is therefore named after the module that multiplies by it. It is
-    transposed if necessary. If the position embeddings of [CLS] and of the patches are stored
-    separately, they are joined. The number of heads and the epsilon of the norms are read from the
-    graph.
+    weight matrices. Each weight matrix therefore gets the name of the module that multiplies by
+    this matrix. Matrices are transposed if necessary. If the position embeddings of [CLS] and of
+    the patches are stored separately, they are joined. The number of heads and the epsilon of the
+    norms are read from the graph.
 
     Raises:
         CheckpointError: The file is damaged, or is not an export of a supported model.
@@ -114,7 +114,7 @@ def _scope(node: Any) -> str:
 def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the parameters of an ONNX graph by their PyTorch names.
 
-    A matrix without a name is named after the module that multiplies by it.
+    A matrix without a name gets the name of the module that multiplies by this matrix.
     """
     initial = {item.name for item in graph.initializer}
     for node in graph.node:
@@ -140,7 +140,7 @@ def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, n
 def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> int:
     """Read the number of attention heads from an ONNX graph.
 
-    Queries are reshaped to batch x tokens x heads x channels, so this shape states the number.
+    Queries are reshaped to batch x tokens x heads x channels, which states the number of heads.
     """
     makers = {output: node for node in graph.node for output in node.output}
     for node in graph.node:
@@ -151,7 +151,8 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
         if len(shape) == 4 and shape[2] is not None and shape[2] > 0:
             return shape[2]
     raise CheckpointError(
-        f"{path} does not state the number of heads. Load its .safetensors with config.json",
+        f"{path} does not state the number of attention heads. Load the model from a folder with "
+        "its config.json and .safetensors file",
         hint=("--checkpoint", "local-dir:{model_folder}"),
     )
 
@@ -180,8 +181,8 @@ def _shape_sizes(
 def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> float:
     """Read the epsilon of all norms from an ONNX graph.
 
-    It is an attribute of a LayerNormalization node, or a constant that an Add node adds to the
-    variance.
+    The epsilon is an attribute of a LayerNormalization node, or a constant that an Add node adds to
+    the variance.
     """
     values: set[float] = set()
     for node in graph.node:
@@ -196,8 +197,8 @@ def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> fl
     if len(rounded) != 1:
         listed = ", ".join(f"{eps:g}" for eps in sorted(rounded)) or "none"
         raise CheckpointError(
-            f"{path}: expected one epsilon for all norms of the encoder, found {listed}. Load its "
-            ".safetensors with config.json",
+            f"{path}: expected one epsilon for all norms of the encoder, found {listed}. Load the "
+            "model from a folder with its config.json and .safetensors file",
             hint=("--checkpoint", "local-dir:{model_folder}"),
         )
     return rounded.pop()
@@ -215,5 +216,5 @@ def _require_gelu(graph: Any, path: Path) -> None:
             if node.op_type == "Erf" or (node.op_type == "Gelu" and not is_tanh):
                 return
     raise CheckpointError(
-        f"{path} has an MLP without GELU, but the ViT of this suite needs GELU", hint=TIMM_HINT
+        f"{path} has an MLP without GELU, but the ViT of ssl-bench needs GELU", hint=TIMM_HINT
     )

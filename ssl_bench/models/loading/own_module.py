@@ -1,6 +1,6 @@
 """Wrap a user's module as an encoder.
 
-The module is passed from Python, or it is named by an address `FILE.py:NAME` on the command line.
+Python code passes the module itself. Commands accept the address `FILE.py:NAME` of a module.
 """
 
 import importlib.util
@@ -236,7 +236,7 @@ def _to_rgb(value: float | Sequence[float], expected: str) -> tuple[float, float
         red, green, blue = map(float, channels)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{expected} as three numbers or one number, got {value!r}"
+            f"{expected} to be three numbers or one number, got {value!r}"
         ) from error
     return red, green, blue
 
@@ -246,9 +246,9 @@ def _find_blocks(module: nn.Module, label: str) -> str:
     longest = [name for name, count in lists.items() if count == max(lists.values())]
     if len(longest) != 1:
         raise CheckpointError(
-            f"{label}: cannot determine the longest list of blocks, found "
-            f"{', '.join(lists) or 'no list of modules of the same class'}. Pass the name of the "
-            "list: Encoder.from_module(module, blocks='NAME')"
+            f"{label}: expected one longest list of blocks (modules of the same class), found "
+            f"{', '.join(lists) or 'no list'}. Pass the name of the list of blocks: "
+            "Encoder.from_module(module, blocks='NAME')"
         )
     return longest[0]
 
@@ -256,7 +256,7 @@ def _find_blocks(module: nn.Module, label: str) -> str:
 def _module_lists(module: nn.Module) -> dict[str, int]:
     """Return the name and length of each list of modules that may be the blocks of an encoder.
 
-    Such a list is a `ModuleList` or `Sequential`. Its items have the same class and contain other
+    Such a list is a `ModuleList` or `Sequential` whose items have the same class and contain other
     modules.
     """
     return {
@@ -311,7 +311,8 @@ def _likely_sizes(
     Args:
         module: The user's module. Its attributes, such as `img_size`, and its position embedding
             suggest sizes.
-        image_size: Size that the user states. It is then the only result. None if unknown.
+        image_size: Size that the user states, which then is the only size in the result. None if
+            the user states no size.
         patch: Side of a patch in pixels. Guessed sizes are multiples of this side.
     """
     if image_size is not None:
@@ -480,8 +481,8 @@ def _require_row_order(
     """Raise CheckpointError unless the tokens are [CLS], then registers, then patches row by row.
 
     Each of two test images differs from a zero image in one patch. In the input of the first block,
-    the token at the position of this patch must change. If all tokens change, the order cannot be
-    determined, and no error is raised.
+    the token at the position of the changed patch must change. If all tokens change, the order
+    cannot be determined, and no error is raised.
 
     Args:
         own: The wrapped module.

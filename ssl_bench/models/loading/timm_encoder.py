@@ -4,10 +4,10 @@ Models must accept RGB images. If the class of a model is not in `SUPPORTED_CLAS
 also have stages. The outputs of these stages must equal the features of timm's
 `forward_intermediates`, with one feature vector per patch.
 
-timm renames the tensors of many libraries. It also silently resizes position embeddings, patch
-kernels and tables of relative positions. The model is therefore built with the patch size and the
-square token grid of the weights file, unless config.json states these sizes. If the file still does
-not fit, an error is raised. After loading, the weights are compared with the file.
+timm silently resizes position embeddings, patch kernels and tables of relative positions. The model
+is therefore built with the patch size and the square token grid of the weights file, unless
+config.json states these sizes. If the file still does not fit, an error is raised. After loading,
+the weights are compared with the file.
 """
 
 import math
@@ -166,7 +166,7 @@ def _from_file(
             config = {**config, "model_args": {"depth": depths[0]} if depths else {}}
         if name is None:
             raise CheckpointError(
-                f"{path} is not a DINOv3 of a published size. To use it, {PYTHON_ADVICE}",
+                f"{path} is not a DINOv3 of a published size. To use the file, {PYTHON_ADVICE}",
                 hint=PYTHON_FILE,
             )
         if not backbone.weights:
@@ -425,7 +425,7 @@ def timm_encoder(
         if rows != cols:
             raise CheckpointError(
                 f"timm:{architecture} has patches of {rows} x {cols} pixels, expected squares. "
-                f"To use it, {PYTHON_ADVICE}",
+                f"To use this model, {PYTHON_ADVICE}",
                 hint=PYTHON_FILE,
             )
     try:
@@ -433,7 +433,7 @@ def timm_encoder(
     except UnsupportedBlocks as error:
         raise CheckpointError(
             f"timm:{architecture} is not supported: {error}. Expected blocks or stages that "
-            f"return one feature for each patch. To use it, {PYTHON_ADVICE}",
+            f"return one feature for each patch. To use this model, {PYTHON_ADVICE}",
             hint=PYTHON_FILE,
         ) from error
     module, block_info = TimmBackbone(model, traced_info), traced_info or read_block_info(model)
@@ -484,10 +484,10 @@ def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
     """Join the layers for queries, keys and values of each block in one layer `attn.qkv`.
 
     The blocks are changed in place. Some attention modules of timm have the three layers `q_proj`,
-    `k_proj` and `v_proj`, which are joined. Others have a layer `qkv` and separate biases, which
-    become part of the layer. The outputs of the modules stay the same up to rounding. A block is
-    not changed if its attention has another form, or if its queries, keys and values differ in
-    width.
+    `k_proj` and `v_proj`, which are joined. Other attention modules have a layer `qkv` and separate
+    biases, which become part of this layer. The outputs of the modules stay the same up to
+    rounding. A block is not changed if its attention has another form, or if its queries, keys and
+    values differ in width.
     """
     for block in blocks:
         # The attributes and their types differ between models.
@@ -537,8 +537,8 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
     """Raise CheckpointError if a tensor of the model was not loaded from the file.
 
     If the file has a tensor of the same name, both tensors must be equal. timm may have renamed,
-    joined or split other tensors. Each number of these tensors must therefore be zero or occur
-    somewhere in the file.
+    joined or split the tensors of all other names. Each number in such a tensor must be zero or
+    occur somewhere in the file.
 
     Args:
         model: The timm model after loading.
@@ -567,8 +567,8 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
 def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
     """Return the number of blocks in each stage, and the output channels of the first convolution.
 
-    They are read from the names and shapes of the tensors. Only blocks whose tensors have timm's
-    names are counted.
+    Both results are read from the names and shapes of the tensors. Only blocks whose tensors have
+    timm's names are counted.
     """
     names = (re.match(r"((?:(?:layers|stages)\.\d+\.)?blocks\.)(\d+)\.\D", n) for n in weights)
     blocks = sorted({(match[1], match[2]) for match in names if match})
@@ -594,8 +594,8 @@ def _require_depth(name: str, meta_model: nn.Module, weights: Weights, path: Pat
         mean, std = ("/".join(f"{value:g}" for value in known[key]) for key in ("mean", "std"))
         bare_file = ("--checkpoint", f"mean={mean},std={std}:{escape_braces(str(path))}")
     raise CheckpointError(
-        f"{path} has {sum(depths)} blocks of width {width}, but timm:{name} has {sum(expected)}. "
-        f"To use the file, {advice}",
+        f"{path} has {sum(depths)} blocks of width {width}, but the timm model {name} has "
+        f"{sum(expected)} blocks. To use the file, {advice}",
         hint=join_alternatives(MODEL_FOLDER, bare_file),
     )
 
