@@ -1,4 +1,4 @@
-"""Corrupt images as in ImageNet-C, for example by noise or blur.
+"""Apply the corruptions of ImageNet-C to images, such as noise or blur.
 
 The same image is always corrupted in the same way. In a corrupted dataset, training images stay
 clean, and all other images are corrupted.
@@ -75,8 +75,8 @@ class Corruption:
             raise unknown_name_error(message, self.name, known, hint=("corrupt={near}:3",))
         if self.severity not in SEVERITIES:
             raise ConfigurationError(
-                f"corrupt={self.name} expects a severity in 1 to 5, got "
-                f"{format_value(self.severity)}. Images without corruption are called clean",
+                f"corrupt={self.name} expects a severity from 1 to 5, got "
+                f"{format_value(self.severity)}. For images without corruption, use corrupt=clean",
                 hint=(f"corrupt={self.name}:3", "or", "corrupt=clean"),
             )
 
@@ -102,8 +102,7 @@ def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixel
 
     Args:
         image: RGB image with values from 0 to 255.
-        corruption: Type and severity. Lengths, such as the radius of a blur, are in pixels of this
-            image.
+        corruption: Type and severity. Lengths, such as a blur radius, are in pixels of `image`.
         image_id: Id of the image.
     """
     # Imported here, because this package is an optional dependency.
@@ -131,8 +130,8 @@ def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
 
     Returns:
         A list of settings for each requested corruption, and all other settings. For the example,
-        they are [[], ["corrupt=snow:1"], ["corrupt=snow:2"]] and ["probe.tau=0.3"]. The list of
-        clean images is empty.
+        the result is [[], ["corrupt=snow:1"], ["corrupt=snow:2"]] and ["probe.tau=0.3"]. The list
+        for clean images is empty.
 
     Raises:
         ConfigurationError: A corruption or severity does not exist, or the key is given twice.
@@ -143,7 +142,7 @@ def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
     if len(values) > 1:
         corruptions = ",".join(values)
         raise ConfigurationError(
-            f"corrupt= was given {len(values)} times, expected one list",
+            f"the key corrupt is set {len(values)} times, expected one list of corruptions",
             hint=(f"corrupt={escape_braces(corruptions)}",),
         )
     unique: dict[Corruption | None, None] = {}
@@ -161,7 +160,7 @@ def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
 def _parse_severities(text: str) -> list[Corruption]:
     """Parse a text such as "snow:3", "snow:1-5" or "all:3" into a list of corruptions.
 
-    "snow:1-5" stands for snow in the severities 1 to 5, and "all:3" for all types in severity 3.
+    "snow:1-5" means snow at severities 1 to 5. "all:3" means all types of corruption at severity 3.
     """
     name, colon, numbers = text.partition(":")
     if not colon:
@@ -173,7 +172,7 @@ def _parse_severities(text: str) -> list[Corruption]:
     for number in numbers.split("-", 1):
         if not (number.isascii() and number.isdigit() and len(number) < 4):
             raise ConfigurationError(
-                f"corrupt={format_value(name)} expects a severity in 1 to 5, got "
+                f"corrupt={format_value(name)} expects a severity from 1 to 5, got "
                 f"{format_value(number)}",
                 hint=("corrupt={corruption}:3",),
             )
@@ -184,7 +183,7 @@ def _parse_severities(text: str) -> list[Corruption]:
         Corruption(names[0], limit)
     if limits[0] > limits[-1]:
         raise ConfigurationError(
-            f"corrupt expects the lower severity first, got {format_value(text)}"
+            f"corrupt expects a range that begins with the lower severity, got {format_value(text)}"
         )
     severities = range(limits[0], limits[-1] + 1)
     return [Corruption(name, severity) for name in names for severity in severities]
@@ -194,8 +193,8 @@ def _parse_severities(text: str) -> list[Corruption]:
 class CorruptedImages(ImageView):
     """An image set with corrupted images and unchanged annotations.
 
-    Its name and its fingerprint (hash of the images) depend on the corruption. Therefore, cached
-    features and results of corrupted images are never used for clean images.
+    The name and the fingerprint (hash of the images) of the set depend on the corruption.
+    Therefore, cached features and results of corrupted images are never used for clean images.
 
     Attributes:
         corruption: Corruption that is applied to every image.
@@ -249,9 +248,9 @@ def find_corruption(images: ImageSet) -> Corruption | None:
 def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
     """Return the corruption of an image set as a dictionary, or None for clean images.
 
-    The dictionary is stored with results. It contains the "name" and "severity" of the corruption,
-    and the name ("dataset") and hash ("fingerprint") of the clean image set. To compute the hash,
-    the image files are read.
+    The dictionary is stored with results. The keys "name" and "severity" describe the corruption.
+    The keys "dataset" and "fingerprint" contain the name and the hash of the clean images. The
+    image files are read to compute this hash.
     """
     corruption, clean = _separate_corruption(images)
     if corruption is None:

@@ -1,7 +1,7 @@
 """Interfaces of datasets and image sets, independent of how a dataset is stored.
 
-A dataset has one or more roles. A role is an evaluation that its annotations allow, such as
-"segmentation". The methods `train`, `val`, `discovery` and `images` of a dataset return an
+A dataset has one or more roles. A role is an evaluation that the dataset's annotations allow, such
+as "segmentation". The methods `train`, `val`, `discovery` and `images` of a dataset return an
 `ImageSet` (the images of one split). An image set decodes one `Sample` (an image with its
 annotations) at a time.
 """
@@ -149,15 +149,15 @@ class ImageSet(Protocol):
     def fingerprint(self) -> str:
         """Return a hexadecimal hash of all images, annotations and class names.
 
-        It has the prefix "stat-" if file sizes and modification times are hashed instead of file
-        contents.
+        The hash has the prefix "stat-" if file sizes and modification times are hashed instead of
+        file contents.
         """
         ...
 
 
 @runtime_checkable
 class Dataset(Protocol):
-    """A dataset, whose methods return its image sets.
+    """A dataset with methods that return its image sets.
 
     If the dataset has no images for a method, the method raises `DataError`. For example, a dataset
     that only supports "discovery" has no training images.
@@ -194,7 +194,7 @@ class Dataset(Protocol):
 class DatasetView:
     """A dataset that applies a function to each image set of another dataset.
 
-    For example, the function selects the first 100 images.
+    For example, the function can select the first 100 images.
 
     Args:
         dataset: The original dataset.
@@ -260,7 +260,7 @@ class ImageView:
     def fingerprint(self) -> str:
         """Return the fingerprint of this image set, which is a hash of its content.
 
-        It differs from the fingerprint of the wrapped image set.
+        The wrapped image set has another fingerprint.
         """
         return self._fingerprint
 
@@ -389,9 +389,9 @@ def find_datasets(role: str) -> list[str]:
 def resolve_dataset_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
     """Return the name under which results on a published dataset are stored.
 
-    It is `name` if all splits have their published numbers of images. Otherwise, the number of
-    different ids is appended, as in "voc2012-62". Tables then never mix results on a part of the
-    dataset with results on the whole dataset.
+    The stored name is `name` if all splits have their published numbers of images. Otherwise, the
+    number of different image ids is appended, as in "voc2012-62". Thus, tables never mix results on
+    a part of the dataset with results on the whole dataset.
 
     Args:
         name: Name of the published dataset.
@@ -462,7 +462,7 @@ def resolve_folder(root: str | Path) -> Path:
 
 
 def find_existing_folder(candidates: Sequence[Path]) -> Path:
-    """Return the first path that is an existing folder. If there is none, raise `DataError`."""
+    """Return the first path that is an existing folder, or raise `DataError`."""
     for folder in candidates:
         if folder.is_dir():
             return folder

@@ -106,7 +106,7 @@ def shrink_images(images: FileImageSet, out: Path, side: int) -> dict[str, Any]:
 def _is_unfinished(out: Path, settings: dict[str, Any]) -> bool:
     """Return whether copies with the given settings can be written to an existing folder.
 
-    This is the case if the folder is empty, or contains copies with the same settings.
+    The folder must be empty, or contain copies with the same settings.
     """
     try:
         return settings.items() <= json.loads((out / METADATA_FILE).read_text()).items()

@@ -1,7 +1,7 @@
-"""Parse names of splits and lists of images, and apply the config keys of all datasets.
+"""Parse names of splits and lists of images, and apply config keys that all datasets share.
 
-Examples of such keys are `data.limit`, `data.bits` and `corrupt`. `SHARED_KEY_TYPES` lists all of
-them.
+Examples of such keys are `data.limit`, `data.bits` and `corrupt`. `SHARED_KEY_TYPES` lists all keys
+that datasets share.
 """
 
 import codecs
@@ -108,7 +108,7 @@ def require_disjoint(train: str, val: str) -> None:
 def _division_hint(split: str) -> tuple[str, str]:
     """Return the settings that use 75% of a split for training and the rest for scoring.
 
-    They are shown as a hint in error messages.
+    Error messages show these settings as a hint.
     """
     name = escape_braces(split)
     return f"dataset.train_split={name}:0-75%", f"dataset.val_split={name}:75-100%"
@@ -136,7 +136,7 @@ def read_lines(path: Path) -> list[str]:
 def missing_split_error(
     name: str, present: Sequence[str], location: Path, divisible: Sequence[str] | None = None
 ) -> DataError:
-    """Return the error for a missing split. It suggests dividing an existing split.
+    """Return the error for a missing split. The message suggests dividing an existing split.
 
     Args:
         name: Name of the missing split.
@@ -175,9 +175,9 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
     """Return the image id to which each line of a list refers.
 
     A line begins with an id such as "pet0", a file name or a path, and may have further columns.
-    After an id, these columns must be numbers or paths. For example, "pet0 (2)" does not refer to
-    the id "pet0". Names may contain blanks and dots, so the longest name with an existing file is
-    used. The list and the folder may use different Unicode forms of a name.
+    Columns after an id must be numbers or paths. For example, "pet0 (2)" does not refer to the id
+    "pet0". Because names may contain blanks and dots, the longest name of an existing file is used.
+    The list and the folder may use different Unicode forms of a name.
 
     Args:
         lines: The lines of a list.
@@ -228,8 +228,8 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
     """Yield the folder and file name of each path to which a line of a list may refer.
 
-    For the line "a/7.png 3" and the suffix ".png", they are ("a", "7.png 3"), ("", "7.png 3"),
-    ("a", "7.png") and ("", "7.png").
+    For the line "a/7.png 3" and the suffix ".png", the results are ("a", "7.png 3"), ("", "7.png
+    3"), ("a", "7.png") and ("", "7.png").
     """
     for path in _drop_columns(line, suffix):
         *folders, name = [part for part in path.split("/") if part not in ("", ".", "..")] or [""]
@@ -244,9 +244,9 @@ def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
 def _drop_columns(line: str, suffix: str) -> Iterator[str]:
     """Yield the possible names at the start of a line of a list, the longest first.
 
-    They are the line itself, and the line without one or more of its last columns. For example, the
-    line "pet0 1 2" yields "pet0 1 2", "pet0 1" and "pet0". Columns are only removed if they contain
-    numbers or paths, or if the text before them ends in `suffix` or another image suffix.
+    Possible names are the line, and the line without one or more of its last columns. For example,
+    "pet0 1 2" yields "pet0 1 2", "pet0 1" and "pet0". Columns are only removed if they contain
+    numbers or paths, or if the text before them ends in an image suffix or `suffix`.
     """
     yield line
     suffixes = (suffix.lower(), *IMAGE_SUFFIXES) if suffix else IMAGE_SUFFIXES
@@ -260,8 +260,8 @@ def _drop_columns(line: str, suffix: str) -> Iterator[str]:
 def read_shared_values(config: Any) -> dict[str, Any]:
     """Return the values of the config keys that all datasets share, such as `data.limit`.
 
-    Keys that the configuration does not contain are left out. `SHARED_KEY_TYPES` lists all keys and
-    their types.
+    Keys that the configuration does not contain are left out. `SHARED_KEY_TYPES` lists all shared
+    keys and their types.
     """
     values = {}
     for key, kind in SHARED_KEY_TYPES.items():
@@ -274,7 +274,7 @@ def read_shared_values(config: Any) -> dict[str, Any]:
 def apply_shared_values(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
     """Apply the config keys that all datasets share, and return the resulting dataset.
 
-    The keys set how files are read, limit the number of images, and corrupt images.
+    These keys set how files are read, limit the number of images, and corrupt images.
 
     Args:
         dataset: The original dataset.
@@ -318,8 +318,8 @@ class CachedDataset(DatasetView):
 class ListedDataset(CachedDataset):
     """A dataset that lists its files only once, so that all tasks of a command use the same images.
 
-    In contrast, fingerprints (hashes of the images) are computed again for each task, because files
-    may change between two tasks.
+    Fingerprints (hashes of the images) are still computed again for each task, because files may
+    change between two tasks.
     """
 
     def _open_images(self, method: str) -> ImageSet:
@@ -345,7 +345,7 @@ def _drop_cached_fingerprint(images: ImageSet) -> ImageSet:
 def limit_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> DatasetView:
     """Return a dataset with at most `limit` images in each split.
 
-    The limit is appended to its name, as in "voc2012-limit64".
+    The limit is appended to the dataset's name, as in "voc2012-limit64".
 
     Args:
         dataset: The original dataset.
@@ -359,7 +359,7 @@ def limit_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> Datas
 def limit_images(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
     """Return a subset of at most `limit` images, with a name such as "voc2012-limit64".
 
-    The name differs from the name of the whole image set, so that their results are not mixed.
+    Because of the new name, results on the subset are not mixed with results on all images.
 
     Args:
         images: The whole image set.
@@ -379,7 +379,7 @@ def _limited_name(name: str, limit: int, first: bool) -> str:
 def sample_ids(ids: Sequence[str], count: int) -> tuple[str, ...]:
     """Select `count` pseudo-random ids, and return them in their original order.
 
-    The ids with the smallest SHA-256 are selected, so most of them stay the same if ids are added
+    The ids with the smallest SHA-256 are selected, so the selection hardly changes if ids are added
     or removed.
     """
     by_digest = sorted(ids, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())

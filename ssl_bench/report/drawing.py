@@ -35,8 +35,8 @@ class Point(NamedTuple):
     Attributes:
         x: Block index, step, epoch or severity.
         value: The score. NaN makes a gap in the line. Infinity is drawn at the upper edge.
-        low: Lower end of the band around the line at this x, usually of the 95 % interval. None
-            without a band.
+        low: Lower end of the band at this x, which usually shows the 95 % interval. None without a
+            band.
         high: Upper end of the band at this x. None without a band.
         tooltip: Text that is shown when the mouse pointer is on the point.
         is_degenerate: Whether more than half of the images have an arbitrary result. If so, the
@@ -124,7 +124,7 @@ class Chart(NamedTuple):
         baseline_labels: Names of the baselines, with y coordinates that avoid overlapping names.
         zero: The y coordinate of the value 0, or None if 0 is outside the axis.
         left: The x coordinate of the left end of the axes. `right`, `top` and `bottom` are the
-            coordinates of their other ends.
+            coordinates of the other ends.
     """
 
     x_ticks: Sequence[Tick]
@@ -158,8 +158,8 @@ def draw_chart(
 ) -> Chart:
     """Compute the layout of a line chart in SVG coordinates.
 
-    The vertical axis covers all scores, intervals and baselines. It is logarithmic if `unit` is "",
-    all values are positive, and the largest is more than 100 times the smallest.
+    The vertical axis covers all scores, intervals and baselines. This axis is logarithmic if `unit`
+    is "", all values are positive, and the largest value is more than 100 times the smallest.
 
     Args:
         curves: The curves to draw.

@@ -37,7 +37,7 @@ class Leaderboard(NamedTuple):
             has at least one column.
         checkpoints: The rows, from the best to the worst mean rank over the panels.
         fact_names: Names of the properties that differ between checkpoints, such as "depth".
-        fact_rows: Values of these properties, with one row per checkpoint in order of
+        fact_rows: Values of the properties in `fact_names`, with one row per checkpoint in order of
             `Checkpoint.number`. Missing values are "".
         shared_facts: Names and values of the properties that are equal for all checkpoints.
     """
@@ -79,11 +79,11 @@ def find_best_checkpoints(panel: ScorePanel) -> set[Checkpoint]:
 def find_tied_checkpoints(store: ResultStore, panel: ScorePanel) -> set[Checkpoint]:
     """Return the checkpoints whose score is lower than the highest one, but not significantly.
 
-    `panel` contains the comparable scores of all checkpoints. Each checkpoint is scored at its best
-    block. There are two tests:
+    `panel` contains the comparable scores of all checkpoints. Each checkpoint is represented by the
+    score of its best block. The test of significance depends on the stored scores:
 
-    - Paired: a difference is significant if its 95 % interval excludes 0. This test is used if both
-      checkpoints have per-image scores for the same images and seed.
+    - If both checkpoints have per-image scores for the same images and seed, a difference is
+      significant if its 95 % interval excludes 0.
     - Otherwise, a difference is significant if the 95 % intervals of the two scores do not overlap.
       If one of these intervals is unknown, the difference also counts as significant.
     """
@@ -111,21 +111,21 @@ def find_tied_checkpoints(store: ResultStore, panel: ScorePanel) -> set[Checkpoi
 
 
 def list_winners(panel: ScorePanel) -> set[Checkpoint]:
-    """Return the checkpoints with the highest score, if it is significantly above all baselines.
+    """Return the checkpoints with the highest score if it is significantly above all baselines.
 
-    `panel` contains the comparable scores of all checkpoints. The baselines are image-independent,
-    such as predicting the most frequent class.
+    `panel` contains the comparable scores of all checkpoints. A baseline is an image-independent
+    prediction, such as the most frequent class.
     """
     entries = {one: panel.find_main_entry(one) for one in find_best_checkpoints(panel)}
     return {one for one, entry in entries.items() if entry and not panel.describe_unbeaten(entry)}
 
 
 def summarize_leaderboard(panels: Sequence[ScorePanel]) -> list[str]:
-    """Return sentences that name the encoders that are best most often, and the unbeaten baselines.
+    """Return sentences with the encoders that are most often the best, and the unbeaten baselines.
 
-    A baseline is image-independent, such as predicting the most frequent class. It is unbeaten if
-    no encoder scores significantly higher. Each of `panels` is a group of comparable scores: one
-    metric on the same images with the same settings.
+    A baseline is an image-independent prediction, such as the most frequent class. A baseline is
+    unbeaten if no encoder scores significantly higher. Each of `panels` is a group of comparable
+    scores: one metric on the same images with the same settings.
     """
     compared = [panel for panel in panels if find_best_checkpoints(panel)]
     won: dict[Checkpoint, list[str]] = defaultdict(list)
@@ -215,8 +215,8 @@ def summarize_checkpoints(
 
     A protocol is a preset of a probe's settings. Each text compares the best block of the
     checkpoint with its other blocks, by paired differences on the same images. With more than
-    `MAX_PAIRED` checkpoints, this would take too long, so the 95 % intervals of the scores are
-    compared instead. Checkpoints without scores are left out.
+    `MAX_PAIRED` checkpoints, paired differences would take too long, so the 95 % intervals of the
+    scores are compared instead. Checkpoints without scores are left out.
 
     Args:
         store: Results folder with the per-image scores.
@@ -252,7 +252,7 @@ def summarize_checkpoints(
 def _select_summarized_panels(panels: Sequence[ScorePanel]) -> list[ScorePanel]:
     """Return the main panels (groups of comparable scores) of each protocol (preset of settings).
 
-    `select_main_panels` chooses them, once from all panels and once from the panels of each
+    `select_main_panels` chooses these panels, once from all panels and once from the panels of each
     protocol. Panels of the same task and split are neighbours.
     """
     chosen = {panel.number: panel for panel in select_main_panels(panels)}
@@ -269,8 +269,8 @@ def find_lower_blocks(
     """Return the blocks that score significantly lower than the best block, or None if unknown.
 
     If `is_paired` is true and per-image scores are stored, two blocks are compared image by image.
-    The score of a block is then significantly lower if the 95 % interval of the difference excludes
-    0. Otherwise, the 95 % interval of its score must lie below the interval of the best block.
+    In paired tests, a block is significantly lower if the 95 % interval of the difference excludes
+    0. Otherwise, the 95 % interval of a block's score must lie below that of the best block.
     Degenerate blocks, where too many images have an arbitrary result, are never returned.
 
     Args:

@@ -104,7 +104,7 @@ class Report:
 def list_clean_panels(panels: Sequence[ScorePanel]) -> Sequence[ScorePanel]:
     """Return the panels (groups of comparable scores) with scores on uncorrupted images.
 
-    If there are no such panels, return all panels.
+    If all scores are on corrupted images, return all panels.
     """
     return [panel for panel in panels if not panel.is_corrupted] or panels
 
@@ -220,8 +220,8 @@ def build_index_page(report: Report) -> Page:
 def _sort_lines(panel: ScorePanel, checkpoints: Sequence[Checkpoint]) -> list[ScoreLine]:
     """Return the drawn lines of a panel (a group of comparable scores) in drawing order.
 
-    `checkpoints` is sorted from best to worst. The line of the best one comes last, so that it is
-    drawn on top.
+    `checkpoints` is sorted from best to worst. The line of the best checkpoint comes last, so that
+    this line is drawn on top.
     """
     return sorted(panel.drawn_lines, key=lambda line: -checkpoints.index(line.checkpoint))
 
@@ -309,7 +309,7 @@ def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _list_filters(panels: Sequence[ScorePanel]) -> list[tuple[str, list[str]]]:
-    """Return the fields by which readers of a page can filter its panels, and the fields' values.
+    """Return the fields by which panels of a page can be filtered, and the values of each field.
 
     A panel is a group of comparable scores. An example of a field and its values is ("task",
     ["knn", "tokencut"]).
@@ -353,9 +353,9 @@ def _build_class_tables(lines: Sequence[tuple[ScorePanel, ScoreLine]]) -> list[d
 
     There is one table for each task, split, facet (kind of feature), protocol (preset of settings)
     and combination of other settings. If there are several mean IoU metrics, such as `miou_holdout`
-    and `miou_oracle`, the table belongs to the first one. Classes without an IoU at any block have
-    no row, but are counted. `lines` contains pairs of a panel (group of comparable scores) and the
-    scores of the checkpoint in this panel.
+    and `miou_oracle`, only the first metric has a table. Classes whose IoU is undefined at all
+    blocks are counted but not shown. `lines` contains pairs of a panel (group of comparable scores)
+    and the scores of the checkpoint in this panel.
     """
     tables: dict[tuple[str, ...], dict[str, Any]] = {}
     for panel, line in lines:
@@ -387,7 +387,7 @@ def _list_evaluations(store: ResultStore, records: Sequence[Record]) -> list[dic
         Dictionaries with the keys "title" (task, dataset and preset), "footnote" (how the scores
         were computed), "fingerprint" (digest of the scored images), "settings" (names and values),
         "num_images" (scored and training images), "seconds", "time" (the seconds as text) and
-        "rate" (images per second). If the number of images is unknown, it and the rate are None.
+        "rate" (images per second). If the number is unknown, "num_images" and "rate" are None.
     """
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:

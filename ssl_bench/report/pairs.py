@@ -56,7 +56,7 @@ class PerImageScores(NamedTuple):
     def is_paired_with(self, other: "PerImageScores") -> bool:
         """Return whether the scores of both checkpoints can be compared image by image.
 
-        This requires the same number of images and the same seed.
+        Both checkpoints must have the same number of images and the same seed.
         """
         return len(self.image_names) == len(other.image_names) and self.seed == other.seed
 
@@ -126,8 +126,8 @@ def load_per_image_scores(
 ) -> PerImageScores | None:
     """Load the per-image scores of a checkpoint at each block, for its lowest seed.
 
-    `panel` is a group of comparable scores, to which these scores belong. Return None if no
-    per-image scores are stored, or if their arrays have different shapes at different blocks.
+    The scores belong to `panel`, a group of comparable scores. Return None if no per-image scores
+    are stored, or if their arrays have different shapes at different blocks.
     """
     line = panel.find_line(checkpoint)
     records = [record for entry in line.entries for record in entry.records] if line else []
@@ -150,7 +150,7 @@ def load_per_image_scores(
 def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
     """Return the names of the scored images of a record (a stored score).
 
-    If the names of the `number` images are unknown, return "image 3 of 40" and so on.
+    If the names are unknown, texts such as "image 3 of 40" are returned for `number` images.
     """
     names = store.image_ids(record.dataset_fingerprint)
     if names is not None and len(names) == number:
@@ -163,8 +163,8 @@ def compare_in_panel(
 ) -> PanelComparison | None:
     """Compare two checkpoints by their scores in one panel (a group of comparable scores).
 
-    `first` and `second` contain the scores of each checkpoint. Return None if their seeds or their
-    numbers of images differ.
+    `first` and `second` are the scores of the two checkpoints. Return None if the checkpoints
+    differ in their seeds or numbers of images.
     """
     if not first.is_paired_with(second):
         return None
@@ -207,8 +207,8 @@ def compare_in_panel(
 def _count_correct(first: PerImage, second: PerImage) -> list[int] | None:
     """Count the images on which both checkpoints, only one of them, or neither is correct.
 
-    The order is: both, only the first, only the second, neither. Return None if the per-image
-    scores are not one integer per image: 1 if the image is correct, 0 if it is wrong.
+    The counts have the order: both, only the first, only the second, neither. Return None unless
+    the score of each image is an integer: 1 for correct, 0 for wrong.
     """
     # If there is one integer per image, it says whether the image is correct. Other per-image
     # values are percentages, counts or the results of several random draws.
@@ -249,7 +249,7 @@ def compare_pairs(
 ) -> dict[Pair, list[PanelComparison]]:
     """Compare the two checkpoints of each pair in every panel (a group of comparable scores).
 
-    The comparisons are returned by pair. The per-image scores of a checkpoint are loaded only once
+    The keys of the result are the pairs. The per-image scores of a checkpoint are loaded only once
     per panel.
     """
     members = {checkpoint for pair in pairs for checkpoint in pair}

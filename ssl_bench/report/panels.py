@@ -1,6 +1,6 @@
 """Arrange the records (stored scores) of a report into checkpoints and panels.
 
-A panel is a group of comparable scores. It is drawn as one chart with one line per checkpoint. A
+A panel is a group of comparable scores, drawn as one chart with one line per checkpoint. A
 checkpoint has the same colour and dashes in all charts.
 """
 
@@ -133,8 +133,8 @@ def mute_checkpoints(
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
     """Return the properties that distinguish an encoder from others with the same model name.
 
-    The text is, for example, "depth 12, image size 224". `namesakes` contains a stored score of
-    each encoder with this model name.
+    For example, the properties are "depth 12, image size 224". `namesakes` contains a stored score
+    of each encoder with this model name.
     """
 
     def list_facts(other: Record) -> dict[str, str]:
@@ -170,8 +170,8 @@ def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
 def _describe_skips(architecture: Mapping[str, Any]) -> str:
     """Return which parts of a block have skip connections: "attention", "mlp", "yes" or "no".
 
-    "yes" stands for all parts, and "no" for none. `architecture` contains the configuration of the
-    encoder.
+    "yes" means that all parts have skip connections, and "no" means that none has. `architecture`
+    contains the configuration of the encoder.
     """
     missing = {name for name in SKIPS if architecture.get(name) is False}
     if missing in ({"skip_attention"}, {"skip_mlp"}):
@@ -208,8 +208,8 @@ class ScoreLine:
     def marked_entries(self) -> tuple[ScoreEntry, ...]:
         """The scores that are marked as best: the highest score, or several if they tie.
 
-        The tuple is empty if no block can be best, or if there are several and all have the same
-        score. Degenerate blocks, where too many images have an arbitrary result, are ignored.
+        The tuple is empty if no block can be best, or if several blocks all have the same score.
+        Degenerate blocks, where too many images have an arbitrary result, are ignored.
         """
         if self.best_entry is None:
             return ()
@@ -220,8 +220,8 @@ class ScoreLine:
     def best_blocks_text(self) -> str:
         """The blocks with the best score as text, such as "block 3" or "all 12 blocks equal".
 
-        If no block can be the best, the text names the last block, such as "block 11, degenerate"
-        if too many of its images have an arbitrary result.
+        If no block can be the best, the text names the last block. For example, the text "block 11,
+        degenerate" means that too many images have an arbitrary result.
         """
         if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"
@@ -359,7 +359,7 @@ class ScorePanel:
         """Return a text that names the baselines which a score does not significantly exceed.
 
         The baselines are image-independent. The text is, for example, "not significantly above
-        centre box 43.0". It is "" if all baselines are below the 95 % interval of the score.
+        centre box 43.0". The text is "" if all baselines are below the 95 % interval of the score.
         """
         low = entry.value if entry.low is None else entry.low
         names = [name for name, value in self.baselines if low <= value]
@@ -368,8 +368,8 @@ class ScorePanel:
     def find_main_entry(self, checkpoint: Checkpoint) -> ScoreEntry | None:
         """Return the score that represents a checkpoint in overviews, or None if it has no score.
 
-        This is the score of its best block. If no block can be the best, it is the score of the
-        last block.
+        The score of the best block represents the checkpoint. If no block can be the best, the
+        score of the last block is used.
         """
         line = self.find_line(checkpoint)
         return (line.best_entry or line.entries[-1]) if line else None
@@ -458,9 +458,9 @@ def find_main_metric(panels: Sequence[ScorePanel]) -> str:
 def select_main_panels(panels: Sequence[ScorePanel]) -> tuple[ScorePanel, ...]:
     """Return the panels that represent each task on each split of a dataset in overviews.
 
-    A panel is a group of comparable scores. Only panels of the task's main metric are considered.
-    The one with the most checkpoints is chosen. If it lacks some checkpoints, further panels are
-    added for them. These have the same facet (kind of feature) and protocol (preset) if possible.
+    A panel is a group of comparable scores. Among panels of the task's main metric, the panel with
+    the most checkpoints is chosen. Further panels are added for checkpoints that this panel lacks.
+    If possible, all chosen panels have the same facet (kind of feature) and protocol (preset).
     """
 
     def rank(panel: ScorePanel) -> tuple[int, int, int, bool, str, str]:

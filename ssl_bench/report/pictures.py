@@ -38,7 +38,7 @@ _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
 class PictureSize(NamedTuple):
     """Size of a picture, and the positions of its tiles, in pixels.
 
-    Tiles are the images of which a picture consists. The position of a tile is its (left, top,
+    A picture consists of images that are called tiles. The position of a tile is its (left, top,
     width, height).
     """
 
@@ -62,7 +62,7 @@ class PictureFiles:
     def list_below(self, folder: str) -> list[PurePosixPath]:
         """Return the paths of all pictures below `folder`, sorted and relative to this folder.
 
-        `folder` itself is relative to the results folder.
+        The path `folder` is relative to the results folder.
         """
         place = self.root / folder
         parents = [place, *place.parents]
@@ -130,9 +130,9 @@ class PictureFiles:
 class Gallery:
     """Pictures of one checkpoint with the same task, image set, protocol and kind of feature.
 
-    A protocol is a preset of a probe's settings. Either there is one picture per image and block,
-    or one picture per image that shows all blocks. The path of a picture is `prefixes[layer] +
-    files[image]`.
+    A protocol is a preset of a probe's settings. A gallery has either one picture per image and
+    block, or one picture per image that shows all blocks. `prefixes[layer] + files[image]` is the
+    path of a picture.
 
     Attributes:
         image_set_id: Eight digits that identify the image set, from the digest of its images.
@@ -163,10 +163,10 @@ class Gallery:
 
     @property
     def match_key(self) -> tuple[str, str, str, str, bool]:
-        """Key that is equal for galleries of different checkpoints that can be shown side by side.
+        """Key that galleries of different checkpoints share if they can be shown side by side.
 
-        It contains the task, the dataset, the image set, the protocol with the kind of feature, and
-        whether each picture shows all blocks.
+        The key contains the task, the dataset, the image set, the protocol with the kind of
+        feature, and whether each picture shows all blocks.
         """
         return self.task, self.dataset, self.image_set_id, self.variant, not self.layers
 
@@ -176,7 +176,7 @@ class Gallery:
         return tuple(sorted(layer for layer in self.prefixes if layer is not None))
 
     def path(self, layer: int | None, image: str) -> str:
-        """Return the path of the picture of an image at a block, relative to the results folder.
+        """Return the path of a picture relative to the results folder.
 
         `image` is the title of the image. `layer` is None if each picture shows all blocks.
         """
@@ -261,9 +261,9 @@ def _find_overview_galleries(
 ) -> list[Gallery]:
     """Return the galleries in which each picture shows one image at all blocks.
 
-    Such a picture has the name PROTOCOL-FACET-IMAGE.png, or it is in a subfolder whose name becomes
-    the variant of the gallery. Files blockNN_FACET.png are left out, because they show many images
-    at one block.
+    A picture of all blocks has the name PROTOCOL-FACET-IMAGE.png, or is in a subfolder whose name
+    becomes the variant of the gallery. Files blockNN_FACET.png are left out, because they show many
+    images at one block.
 
     Args:
         template: A gallery without pictures, which states the task, dataset and image set.
@@ -294,8 +294,8 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
     """Replace the keys of `files`, which are file names without suffix, by titles of pictures.
 
-    A title is the file name without the digest at its end. If two titles are equal, the file names
-    are kept as keys.
+    A title is a file name without the digest at the end. If two titles are equal, file names are
+    kept as keys.
     """
     titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
@@ -327,8 +327,8 @@ def pair_galleries(
 ) -> list[tuple[Gallery, Gallery]]:
     """Return pairs of galleries that can be shown side by side, one gallery of each checkpoint.
 
-    The galleries of a pair have the same `Gallery.match_key`. Only the blocks and images that both
-    galleries have are kept.
+    The galleries of a pair have the same `Gallery.match_key`. Blocks and images that only one
+    gallery of a pair has are left out.
     """
     others = {gallery.match_key: gallery for gallery in second}
     pairs = []
@@ -344,8 +344,8 @@ def pair_galleries(
 def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, list[Gallery]]:
     """Label the image set of each gallery if its task and dataset have several image sets.
 
-    For example, a dataset gets a new image set if one of its images is replaced. The label is
-    stored in `Gallery.image_set_label`. The keys of `galleries` are encoder ids.
+    For example, replacing an image of a dataset creates a new image set. The label is stored in
+    `Gallery.image_set_label`. The keys of `galleries` are encoder ids.
     """
     sets: dict[tuple[str, str], set[str]] = defaultdict(set)
     for of_encoder in galleries.values():
@@ -398,9 +398,9 @@ def select_strips(
 ) -> list[Strip]:
     """Choose strips for the overview page: one for each checkpoint and task, for a few tasks.
 
-    A strip is a row of pictures that show one image at every block. The image that most checkpoints
-    have pictures of is chosen. If there are several, it is the image in which most encoders find
-    the object.
+    A strip is a row of pictures that show one image at every block. The strips show the image of
+    which the most checkpoints have pictures. If several images tie, the image in which the most
+    encoders find the object is chosen.
 
     Args:
         files: The picture files of the results folder.
@@ -408,7 +408,7 @@ def select_strips(
         galleries: The galleries of pictures, by encoder id.
         panels: Groups of comparable scores. If a task and dataset have scores, only pictures of the
             scored images are used.
-        hits: For the file name of each picture, how many encoders find the object in its image.
+        hits: Number of encoders that find the object in an image, by the file name of the picture.
     """
     scored = {(p.task, p.dataset, short_fingerprint(p.record.dataset_fingerprint)) for p in panels}
     places = {place[:2] for place in scored}
@@ -446,14 +446,14 @@ def select_strips(
 
 
 def count_hits(store: ResultStore, panels: Sequence[ScorePanel]) -> dict[str, float]:
-    """Count, for each image, how many encoders find the object in it at their best block.
+    """Count the encoders that find the object at their best block, for each image.
 
     Only tasks that search for an object are considered, and the counts of several tasks are added.
-    If an encoder has percentages instead of hits, each percentage is divided by the highest one.
-    `panels` contains the groups of comparable scores.
+    If an encoder has percentages instead of hits, each percentage is divided by the encoder's
+    highest percentage. `panels` contains the groups of comparable scores.
 
     Returns:
-        The count for each file name of a picture.
+        Dictionary that maps the file name of each picture to the count.
     """
     hits: dict[str, float] = defaultdict(float)
     for panel in panels:
@@ -475,8 +475,8 @@ def _find_best_layer(
 ) -> tuple[int | None, str]:
     """Return the block that comes first in a row of pictures, and a note such as "best".
 
-    This is the best block for the gallery's task. If there is none, it is the best block for
-    another task on the same dataset. If no best block is known, return (None, "").
+    The best block for the gallery's task comes first, or else the best block for another task on
+    the same dataset. Return (None, "") if no best block is known.
     """
     of_dataset = [panel for panel in panels if panel.dataset == gallery.dataset]
     for panel in sorted(of_dataset, key=lambda panel: panel.task != gallery.task):
@@ -520,7 +520,8 @@ def build_picture_sections(
     """Return one section per task, in which readers choose the image and the block to view.
 
     Each element of `shown` lists the galleries that are shown side by side, as pairs (name of the
-    checkpoint, gallery). These galleries must have the same `Gallery.match_key`, blocks and images.
+    checkpoint, gallery). Galleries of one element must share `Gallery.match_key`, blocks and
+    images.
     """
     by_task: dict[str, list[dict[str, Any]]] = defaultdict(list)
 

@@ -74,7 +74,7 @@ class TrainingCurves(NamedTuple):
 
 
 def find_recorded_runs(records: Iterable[Record], folders: Iterable[Path]) -> list[Path]:
-    """Return the folders of those pretraining runs inside `folders` whose weights were probed.
+    """Return the folders of pretraining runs inside `folders` whose weights were probed.
 
     Weights have been probed if a record (stored score) contains their SHA-256.
     """

@@ -103,7 +103,7 @@ class PanelTrends(NamedTuple):
 def find_epoch_trends(panels: Sequence[ScorePanel]) -> tuple[PanelTrends, ...]:
     """Return the scores over epochs for each panel with a run that was probed at several epochs.
 
-    A panel is a group of comparable scores. Panels without such a run are left out.
+    A panel is a group of comparable scores.
     """
     groups = map(_find_runs, panels)
     return tuple(group for group in groups if group.trends or group.problems)

@@ -82,7 +82,7 @@ _FIELDS = {
 def write_report(report: Report, folder: Path) -> None:
     """Write all pages of a report and copy its pictures to the folder `folder`.
 
-    An older report in this folder is only replaced at the end.
+    An older report is replaced after all pages have been written.
 
     Raises:
         ConfigurationError: The folder is not empty and contains no report, or it contains a file
@@ -157,7 +157,7 @@ def require_replaceable(folder: Path) -> None:
 
 
 def _find_other_file(folder: Path) -> str | None:
-    """Return the name of a file in the folder of a report that does not belong to the report.
+    """Return the name of a file in a report's folder that does not belong to the report.
 
     Return None if there is no such file. Hidden files are ignored, because file managers create
     them. Files in hidden folders, such as .git, are not ignored.
@@ -179,8 +179,8 @@ def _list_files(folder: Path) -> list[str]:
 def replace_report(folder: Path) -> Generator[Path]:
     """Create a temporary folder for a new report, and yield it to a `with` block.
 
-    After the block, the temporary folder replaces `folder`. If the block raises an error, `folder`
-    is not changed.
+    At the end of the `with` block, the temporary folder replaces `folder`. If the `with` block
+    raises an error, `folder` is not changed.
 
     Raises:
         ConfigurationError: `folder` contains files that are not part of a report.

@@ -38,7 +38,7 @@ def test_masks_that_were_already_shifted_are_refused(root, value, kind):
     shifted = np.array([[value, 0, 1], [150, 149, 148]], kind)
     Image.fromarray(shifted).save(root / "annotations/training/a.png")
 
-    with pytest.raises(DataError, match=rf"a\.png holds label {value}, expected 0-150;"):
+    with pytest.raises(DataError, match=rf"a\.png stores the number {value}, expected 0-150\."):
         Ade20k(root).train()[0]
 
 

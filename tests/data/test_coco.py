@@ -289,7 +289,7 @@ def test_class_names_match_the_class_numbers(stuff):
 def test_an_id_that_never_occurs_is_refused(stuff):
     write_stuff(stuff, "000000000001", [[11]])
 
-    with pytest.raises(DataError, match=r"1\.png holds label 11, expected 0-10, 12-24, "):
+    with pytest.raises(DataError, match=r"1\.png stores the number 11, expected 0-10, 12-24, "):
         stuff_halves(stuff).train()[0]
 
 

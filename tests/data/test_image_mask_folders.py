@@ -92,7 +92,7 @@ def test_training_ids_of_cityscapes_are_recognised_by_name_or_refused(cityscapes
 
     for path in cityscapes.rglob("*_labelTrainIds.png"):
         path.rename(path.with_name(path.name.replace("labelTrainIds", "labelIds")))
-    with pytest.raises(DataError, match=r"labelIds\.png holds 255") as caught:
+    with pytest.raises(DataError, match=r"labelIds\.png stores 255") as caught:
         build_dataset("cityscapes", cityscapes).val()
 
     assert caught.value.hint == ("dataset.numbers=null", "dataset.ignored=[255]")
@@ -162,7 +162,7 @@ def test_colours_become_classes_and_unknown_ones_are_refused(folders):
     # In the order of RGB values, one colour is between the known colours, and one after them.
     for unknown in (1, 2, 3), (255, 255, 255):
         save(folders, "masks/val/c.png", [[ROAD, SKY, unknown], [SKY, SKY, ROAD]])
-        with pytest.raises(DataError, match=re.escape(f"c.png holds the colour {[*unknown]}")):
+        with pytest.raises(DataError, match=re.escape(f"c.png contains the colour {[*unknown]}")):
             mask_of(dataset)
 
 
@@ -221,7 +221,7 @@ def test_ecssd_is_one_set_of_masks_of_one_object(tmp_path, capsys):
     assert main(words) == 0
     save(tmp_path, "ground_truth_mask/0002.png", [[0, 255, 127], [0, 0, 255]])
     assert main(words) == 3
-    assert "0002.png holds label 127, expected 0, 255" in capsys.readouterr().err
+    assert "0002.png stores the number 127, expected 0, 255" in capsys.readouterr().err
 
 
 def test_masks_of_one_object_support_segmentation_with_two_splits(folders):

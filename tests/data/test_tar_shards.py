@@ -312,7 +312,7 @@ def test_missing_and_overlapping_splits_are_refused(tars):
     with pytest.raises(DataError):
         WebDataset(tars / "*.tar").train()
     write_tar(tars / "001.tar", {"1.jpg": JPEG, "1.cls": b"1"})
-    with pytest.raises(DataError, match="both splits"):
+    with pytest.raises(DataError, match="both the training split"):
         WebDataset(tars, train_split="00[01].tar", val_split="00[12].tar").val()
 
 

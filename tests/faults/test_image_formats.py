@@ -445,7 +445,7 @@ def test_masks_of_0_and_255_require_the_meaning_of_255(workdir, capsys):
         "retrieval", "paired_folders", workdir, "dataset.class_names=[bg,thing]"
     )
 
-    assert "0.png holds 0 and 255" in expect_error(capsys, words, 3)
+    assert "0.png stores 0 and 255" in expect_error(capsys, words, 3)
 
     words += ["dataset.numbers=[0,255]", "dataset.ignored=[]", "data.allow_overlap=true"]
     assert main(words) == 0

@@ -96,7 +96,7 @@ class LabelMap:
     Attributes:
         classes: Class of each allowed number from 0 to 255. The class is 255 (`IGNORE_INDEX`) for
             pixels that are not scored.
-        hint: Advice in the message of the error about a number without a class.
+        hint: Advice to the user if a mask stores a number without a class.
     """
 
     classes: Mapping[int, int]
@@ -133,12 +133,12 @@ class LabelMap:
         positions = enumerate(sorted(self.classes))
         runs = [[n for _, n in run] for _, run in groupby(positions, key=lambda p: p[1] - p[0])]
         known = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-        return DataError(f"{path} holds label {value}, expected {known}; {self.hint}")
+        return DataError(f"{path} stores the number {value}, expected {known}. {self.hint}")
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Files with segmentation masks, and the class of each number that they store.
+    """Files with segmentation masks, and the class of each number in the masks.
 
     Attributes:
         files: The mask files.
@@ -162,7 +162,7 @@ class Masks:
         return self.labels.apply(numbers, path)
 
     def fingerprint_key(self) -> str:
-        """Return the class of each stored number as text.
+        """Return a text with the class of each number that masks store.
 
         The fingerprint (hash) of the image set depends on this text.
         """
@@ -198,7 +198,7 @@ class Boxes:
         return self.files.list_missing(ids) if self.files else []
 
     def fingerprint_key(self, image_id: str) -> str:
-        """Return the settings that determine the boxes of an image, as text.
+        """Return a text with the settings that determine the boxes of an image.
 
         For example, the text states whether difficult objects are left out. The fingerprint (hash)
         of the image set depends on this text and on the annotation files.
@@ -212,7 +212,7 @@ def parse_numbers(value: object, count: int) -> list[float]:
     The numbers are coordinates in pixels.
 
     Raises:
-        ValueError: The value is not such a list, or the absolute value of a number is 2^31 or more.
+        ValueError: The value is not a list of `count` numbers whose absolute values are below 2^31.
     """
     if not (
         isinstance(value, (list, tuple))
@@ -234,8 +234,8 @@ def validate_boxes(
 ) -> Float64[np.ndarray, "boxes 4"]:
     """Check the boxes of an image, and return them as an array of (x0, y0, x1, y1) in pixels.
 
-    The edges x1 and y1 are exclusive. If `size` is given, each box must overlap the image. It may
-    extend beyond the image by at most one image width to the left and right, and by one image
+    The edges x1 and y1 are exclusive. If `size` is given, each box must overlap the image. A box
+    may extend beyond the image by at most one image width to the left and right, and by one image
     height above and below. As in the published code of the evaluated methods, boxes are not clipped
     to the image.
 
@@ -255,8 +255,8 @@ def validate_boxes(
     if size is not None and stated_size not in (None, size):
         assert stated_size is not None
         raise DataError(
-            f"{file} states an image of {stated_size[1]:g} x {stated_size[0]:g} pixels, but the "
-            f"image has {size[1]} x {size[0]}. Use both files as published"
+            f"{file} states that its image has {stated_size[1]:g} x {stated_size[0]:g} pixels, "
+            f"but the image has {size[1]} x {size[0]}. Use both files as published"
         )
     boxes = []
     for name, row in zip(names, rows, strict=True):
@@ -265,8 +265,8 @@ def validate_boxes(
             for axis, low, high in (("x", box[0], box[2]), ("y", box[1], box[3])):
                 if low > high or (low == high and not allow_flat):
                     raise ValueError(
-                        f"the box {box} begins at {axis} = {low:g} and ends at {high:g}, expected "
-                        "a larger end"
+                        f"the box {box} begins at {axis} = {low:g} and ends at {axis} = {high:g}, "
+                        f"expected an end above {low:g}"
                     )
             sides = () if size is None else zip("xy", box[:2], box[2:], size[::-1], strict=True)
             for axis, low, high, side in sides:
@@ -275,7 +275,7 @@ def validate_boxes(
                 if not overlaps or low < -side or high > 2 * side:
                     raise ValueError(
                         f"the box {box} does not overlap its image or extends too far beyond it. "
-                        f"The image has {axis} from 0 to {side}"
+                        f"In the image, {axis} ranges from 0 to {side}"
                     )
         except ValueError as error:
             raise DataError(
@@ -325,7 +325,7 @@ class FileSet:
 
         Args:
             name: Name of the subset.
-            indices: Indices of its samples in this set.
+            indices: Indices of the subset's samples in this set.
         """
         return replace(self, name=name, ids=tuple(self.ids[index] for index in indices))
 
@@ -334,8 +334,8 @@ class FileSet:
     ) -> closing[Generator[str, None, None]]:
         """Identify each file by a text that changes if the file changes.
 
-        The text is a SHA-256 if `options.fingerprint` is "content". If it is "stat", the text
-        consists of the size and the modification time.
+        The text is a SHA-256 if `options.fingerprint` is "content". If `options.fingerprint` is
+        "stat", the text consists of the size and the modification time.
 
         Args:
             parts: The files, or parts of files that are hashed separately.
@@ -384,7 +384,7 @@ class FileSet:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Join the first five names with commas. If there are more, "..." follows."""
+    """Join the first five names with commas. If there are more names, "..." is appended."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 

@@ -1,9 +1,9 @@
 """Compute the fingerprint of an image set, which is a SHA-256 of its images and annotations.
 
 Each file is read once, and its SHA-256 is stored in the user's cache folder, in 64 bytes per file.
-A stored SHA-256 is valid as long as the size, times and inode of the file stay the same. It is not
-stored if the file was written less than two seconds ago, because the times might not show the next
-change.
+A stored SHA-256 is valid as long as the size, times and inode of the file stay the same. The
+SHA-256 of a file that was written less than two seconds ago is not stored, because the times might
+not show the next change.
 """
 
 import hashlib
@@ -53,12 +53,12 @@ RACY_NS = 2 * 10**9
 
 
 def compute_fingerprint(rows: Iterable[Sequence[object]], kind: FingerprintKind = "content") -> str:
-    """Return the fingerprint of an image set, which is the SHA-256 of a description.
+    """Return the fingerprint of an image set: the SHA-256 of all rows.
 
     Args:
-        rows: The description, as lists of JSON values, such as [image id, SHA-256 of its file].
-        kind: "content" if it contains hashes of files, or "stat" if it contains sizes and
-            modification times. With "stat", the fingerprint begins with "stat-".
+        rows: Lists of JSON values about the images, such as [image id, SHA-256 of the file].
+        kind: "content" if the rows contain hashes of files, or "stat" for sizes and modification
+            times. With "stat", the fingerprint begins with "stat-".
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -83,7 +83,7 @@ def fingerprint_kind(fingerprint: str) -> FingerprintKind:
 
 
 def abbreviate_fingerprint(fingerprint: str) -> str:
-    """Return the first six digits of a fingerprint (hash of images). A prefix "stat-" is kept."""
+    """Return the first six digits of a fingerprint (hash of images), after any prefix "stat-"."""
     prefix = _STAT if fingerprint_kind(fingerprint) == "stat" else ""
     return fingerprint[: len(prefix) + 6]
 
@@ -103,13 +103,13 @@ class ReadOptions:
     bits: int | None = None
 
     def compute_fingerprint(self, rows: Iterable[Sequence[object]]) -> str:
-        """Return the fingerprint of an image set, which is a hash of a description.
+        """Return the fingerprint of an image set: a hash of all rows.
 
         The fingerprint also depends on the option `bits`, because it changes the pixels of 16-bit
         images.
 
         Args:
-            rows: The description, as lists of JSON values, such as [image id, SHA-256 of its file].
+            rows: Lists of JSON values about the images, such as [image id, SHA-256 of the file].
         """
         fingerprint = compute_fingerprint(rows, self.fingerprint)
         # With `bits=16`, images that are readable without this option have the same pixels.
@@ -125,8 +125,8 @@ class ReadOptions:
         Args:
             first: JSON values that describe the whole set, such as the class of each number in
                 masks.
-            rows: One row for each image. It consists of the image id and of texts that identify the
-                files of the image, its mask and its boxes, such as their SHA-256.
+            rows: One row for each image, with the image id and texts that identify the files of the
+                image, its mask and its boxes, such as their SHA-256.
         """
         files: list[int] = []
         samples: list[int] = []
@@ -194,7 +194,7 @@ class IdentifiedImages:
     def fingerprint(self) -> str:
         """Return a SHA-256 that identifies the images and annotations of this image set.
 
-        It depends on the order of the ids and the content of the files. It also depends on
+        The SHA-256 depends on the order of the ids and the content of the files. Other inputs are
         `data.bits`, the use of EXIF orientations, and the mapping from numbers in masks to classes.
         With data.fingerprint=stat, the size and modification time of a file replace its content.
         The name and the folder of the set have no effect.
@@ -240,8 +240,8 @@ def file_hashes(images: ImageSet) -> UInt64[np.ndarray, " images"]:
 def sample_hashes(images: ImageSet) -> list[str]:
     """Return a text for each image that changes if the image, its mask or its boxes change.
 
-    The text is a hash of their content if the image set can compute it. Otherwise, or with
-    data.fingerprint=stat, it consists of the fingerprint (hash) of the whole set and the image id.
+    The text is a hash of the content if the image set can compute such a hash. Otherwise, or with
+    data.fingerprint=stat, the text contains the hash of the whole set and the image id.
     """
     fingerprint = images.fingerprint()
     method = getattr(images, "sample_hashes", None)
@@ -395,7 +395,7 @@ class DigestCache:
 
         Args:
             name: Name under which the digest is cached.
-            files: Files on which the digest depends. It becomes invalid when one of them changes.
+            files: Files on which the digest depends. A change of any file makes the digest invalid.
             compute: Function that computes the digest.
 
         Raises:
@@ -422,7 +422,7 @@ class DigestCache:
         return digest
 
     def save(self) -> None:
-        """Add the new digests to the cache file. If it cannot be written, print a message once."""
+        """Add the new digests to the cache file, or print a message once if this is impossible."""
         with self._lock:
             new, self._new = self._new, {}
         if not new or self._path is None:
@@ -480,7 +480,7 @@ def map_in_threads(
     """Call a function for each item in parallel threads.
 
     Yield pairs of an item and its result, in the order of the items. If the generator is closed, it
-    waits for the running calls and starts no more.
+    waits for running calls and starts no new ones.
 
     Args:
         function: The function. Several threads call it at the same time.

@@ -135,7 +135,7 @@ def decode_image(
 
 
 def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
-    """Read a mask file with one colour per class. Return its pixels as 8-bit RGB.
+    """Read a mask file with one colour per class. Return the mask as 8-bit RGB.
 
     Raises:
         DataError: The file cannot be read, or was saved with a lossy compression.
@@ -199,7 +199,7 @@ def decode_integer_image(
 
 
 def read_data_file(path: Path) -> bytes:
-    """Return the content of a file. Raise DataError if it is missing or cannot be read."""
+    """Return the content of a file. Raise DataError if the file is missing or cannot be read."""
     try:
         return read_regular(path)
     except FileNotFoundError as error:
@@ -305,7 +305,7 @@ def _not_one_image_error(name: str | Path, kind: str) -> UnreadableImageError:
 def _possible_formats(data: bytes) -> tuple[str, ...]:
     """Return the names of the formats in which Pillow may try to decode an image file.
 
-    They are Pillow's names, such as "PNG". HEIC and AVIF files are recognised by their header.
+    The names are Pillow's, such as "PNG". HEIC and AVIF files are recognised by their header.
     """
     brand = _read_brand(data)
     if brand in _HEIC and _register_heif():
@@ -354,9 +354,9 @@ def _scale_to_8_bits(
 ) -> Image.Image:
     """Scale pixel values of 9 to 16 bits so that white becomes 255.
 
-    The value of white is the largest value that the header allows, such as 4095. If the header
-    allows 16 bits, it usually does not state whether the image uses all of them. In this case,
-    white is 2**bits - 1.
+    The value of white is the largest value that the header allows, such as 4095. The header of a
+    16-bit image usually does not state how many bits the image uses. For such an image, white is
+    2**bits - 1.
 
     Raises:
         UnreadableImageError: The value of white is unknown, or a pixel has a larger value.
@@ -410,7 +410,7 @@ def _divide(samples: Integer[np.ndarray, "..."], white: int) -> Image.Image:
 def _largest_sample(image: Image.Image, data: bytes) -> int:
     """Return the largest pixel value that the header of an image file allows.
 
-    For example, it is 15 for a 4-bit PNG. For more than 16 bits per value, it is 65,535.
+    For example, the largest value of a 4-bit PNG is 15. For more than 16 bits, 65,535 is returned.
     """
     if image.format == "PNG":
         return 2 ** data[24] - 1
@@ -524,8 +524,8 @@ def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette:
         number = moved[0]
         raise DataError(
             f"{name} stores {number} for the colour {palette[number].tolist()}, which is "
-            f"{meanings[number]} in VOC's palette. Its palette is in another order. Use the masks "
-            "as published"
+            f"{meanings[number]} in VOC's palette. A tool has changed the order of the palette. "
+            "Use the masks as published"
         )
 
 
@@ -549,8 +549,8 @@ def _is_tiff(data: bytes) -> bool:
 def _describe_unsupported_tiff(data: bytes) -> str | None:
     """Return a description of a TIFF that cannot be read as one image, or None for other TIFFs.
 
-    An example is "a TIFF of 3 pages". A TIFF with one additional band, such as transparency, is
-    supported.
+    For example, the description is "a TIFF of 3 pages". A TIFF with one additional band, such as
+    transparency, is supported.
     """
     if data.startswith(_BIG_ENDIAN_BIGTIFF):
         return "a big-endian BigTIFF"

@@ -33,7 +33,7 @@ class ImageSubset(ImageView):
     """A subset of the images of another image set.
 
     Attributes:
-        indices: Indices of its images in the other image set, in ascending order.
+        indices: Indices of the subset's images in the other image set, in ascending order.
         own_name: Name of the subset. If it is None, the subset has the name of the other image set.
     """
 
@@ -69,7 +69,7 @@ def select_images(images: ImageSet, name: str, indices: Sequence[int]) -> ImageS
     Args:
         images: The image set.
         name: Name of the subset.
-        indices: Indices of its images in the image set.
+        indices: Indices of the subset's images in the image set.
     """
     method = getattr(images, "select", None)
     return method(name, indices) if method else ImageSubset(images, tuple(indices), name)
@@ -209,7 +209,7 @@ def suggest_skipping(error: UnreadableImageError) -> UnreadableImageError:
 def find_read_errors(
     images: ImageSet, known: dict[object, UnreadableImageError | None]
 ) -> list[UnreadableImageError | None]:
-    """Decode all images. Return the error of each image, or None if the image is readable.
+    """Decode all images. Return the decoding error of each image, or None for readable images.
 
     Args:
         images: The images. If an image set is derived from files, only the files are decoded. For
@@ -256,7 +256,7 @@ def find_read_errors(
 def describe_unreadable(
     images: ImageSet, errors: Sequence[UnreadableImageError | None]
 ) -> list[str]:
-    """Describe the images that cannot be read, with one text for all images with the same remedy.
+    """Return texts that describe the unreadable images, with one text for each remedy.
 
     Examples of such texts are "2 cannot be read: a, b" and "1 needs pip install 'ssl-bench[heic]':
     c".
@@ -299,11 +299,11 @@ def underlying_files(
 
 
 def count_shared_files(training: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
-    """Count the scored images that are also training images, as the same file or a copy.
+    """Count the scored images that are also training images. The files may be copies.
 
     With data.fingerprint=stat, copies with different modification times are not found. Two image
-    sets without files, such as Python datasets, are compared by hashes of their images. If only one
-    of them has files, or there are no such hashes, the count is 0.
+    sets without files, such as Python datasets, are compared by hashes of their images. The count
+    is 0 if only one of the image sets has files, or if an image set has no such hashes.
 
     Args:
         training: The training images.
@@ -318,7 +318,7 @@ def count_shared_files(training: ImageSet, scored: ImageSet, *, allowed: bool) -
         raise DataError(
             f"the training image {pairs[0][0]} is identical to the scored image {pairs[0][1]}. "
             f"{len(pairs)} of {len(scored)} scored images of {_title(scored)} are training images. "
-            "Remove them from one of the splits, or allow them",
+            "Remove them from one of the splits, or allow shared images",
             hint=("data.allow_overlap=true",),
         )
     return len(pairs)
@@ -329,7 +329,7 @@ def _find_shared_images(
 ) -> Sequence[tuple[Path | str, Path | str]]:
     """Find scored images that are identical to a training image.
 
-    For each of them, return the path or id of the training image and of the scored image.
+    Return pairs of a training image and an identical scored image, as paths or ids.
     """
     training_files, scored_files = underlying_files(training), underlying_files(scored)
     if training_files is None or scored_files is None:
@@ -362,7 +362,7 @@ def _find_shared_images(
 
 
 def image_digests(images: ImageSet) -> list[str] | None:
-    """Return a hash of each image without its annotations, or None if there are no such hashes.
+    """Return a hash of each image without its annotations, or None if no hashes are available.
 
     For images with a corruption such as added noise, the clean images are hashed.
     """

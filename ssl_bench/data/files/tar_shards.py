@@ -105,7 +105,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
         raise DataError(f"no tar file matches {pattern}. Correct the path")
     if missing:
         raise DataError(
-            f"{len(missing)} of {len(names)} tar files are missing, the first is {missing[0]}"
+            f"{len(missing)} of {len(names)} tar files are missing, such as {missing[0]}"
         )
     return sorted(shards)
 
@@ -119,7 +119,7 @@ def _glob(pattern: Path) -> list[Path]:
 
 
 def _expand_braces(text: str) -> Iterator[str]:
-    """Expand `{000..099}` and `{a,b}` as a shell does. Nested braces are not supported."""
+    """Expand braces of a shell: `{000..099}` and `{a,b}`. Nested braces are not supported."""
     match = _BRACES.search(text)
     if match is None:
         yield text
@@ -215,7 +215,7 @@ def _to_array(members: Sequence[Sequence[int]]) -> Int64[np.ndarray, "images 3"]
 def _scan(shard: Path) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
     """Find the images in a tar file.
 
-    Return their sorted names, and the offset, size and class number of each image.
+    Return the sorted names of the images, and the offset, size and class number of each image.
     """
     try:
         with open_regular(shard) as file:
@@ -260,8 +260,8 @@ def _list_images(
                 continue
             if not member.isreg() or member.issparse():
                 raise DataError(
-                    f"{shard}/{member.name} is a link or a sparse file. Write the tar file with "
-                    "copies of the images"
+                    f"{shard}/{member.name} is a link or a sparse file. Create the tar file "
+                    "from copies of the images"
                 )
             if key in labels and extension == ".cls":
                 raise DataError(f"{shard} has {member.name} twice. Remove one of them")
@@ -297,10 +297,10 @@ def _list_images(
 
 @dataclass(frozen=True, eq=False)
 class TarImages(IdentifiedImages):
-    """A set of images that are stored in tar files. Their EXIF orientation is applied.
+    """A set of images that are stored in tar files. The EXIF orientation of images is applied.
 
-    The id of an image is `TAR/NAME`. TAR is the path of its tar file below `folder`, and NAME is
-    its path in the tar file.
+    The id of an image is `TAR/NAME`. TAR is the path of the tar file below `folder`, and NAME is
+    the path of the image in the tar file.
 
     Attributes:
         folder: Folder that contains all tar files, directly or in subfolders.
@@ -371,7 +371,7 @@ class TarImages(IdentifiedImages):
 
         Args:
             name: Name of the subset.
-            indices: Indices of its images in this image set.
+            indices: Indices of the subset's images in this image set.
         """
         ids = tuple(self.ids[index] for index in indices)
         return replace(self, name=name, ids=ids, members=self.members[list(indices)])

@@ -17,7 +17,7 @@ NUM_CLASSES = 150
 # subtracted instead, the mask would be accepted with wrong classes.
 LABELS = LabelMap(
     {0: IGNORE_INDEX, **{number: number - 1 for number in range(1, NUM_CLASSES + 1)}},
-    hint="use the published masks, as 255 shows that the classes were already shifted",
+    hint="Use the published masks, which store 0 to 150",
 )
 
 
@@ -62,8 +62,8 @@ class Ade20k(PairedFolders):
 def class_names(root: Path) -> tuple[str, ...]:
     """Return the names of the 150 classes of ADE20K.
 
-    They are read from the file objectInfo150.txt in the folder `root`. If a class has several
-    names, its first name is used. If the file is missing, the names are class_0 to class_149.
+    The names are read from the file objectInfo150.txt in the folder `root`. If a class has several
+    names, its first name is used. If this file is missing, the names are class_0 to class_149.
     """
     table = root / "objectInfo150.txt"
     if not table.is_file():

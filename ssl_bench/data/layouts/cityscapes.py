@@ -37,7 +37,7 @@ class PublishedIds(IndexMasks):
         """Raise `DataError` if a mask stores 255, which occurs only in masks of training ids."""
         if (numbers == IGNORE_INDEX).any():
             raise DataError(
-                f"{path} holds 255, which occurs only in masks of training ids. Such masks are "
+                f"{path} stores 255, which occurs only in masks of training ids. Such masks are "
                 "usually named *_labelTrainIds.png. Remove this mask, or declare that all masks "
                 "store training ids",
                 hint=("dataset.numbers=null", "dataset.ignored=[255]"),
@@ -49,8 +49,8 @@ class Cityscapes(ImageMaskFolders):
     """Cityscapes, https://www.cityscapes-dataset.com, in the folders leftImg8bit and gtFine.
 
     By default, masks store the published class ids. If `mask_suffix` is
-    `_gtFine_labelTrainIds.png`, they store training ids. The settings `numbers` and `ignored` (the
-    ids of classes and of ignored pixels) then have no effect.
+    `_gtFine_labelTrainIds.png`, masks store training ids, and the settings `numbers` and `ignored`
+    (the ids of classes and of ignored pixels) have no effect.
     """
 
     name: str = "cityscapes"

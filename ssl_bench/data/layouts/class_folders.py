@@ -66,7 +66,7 @@ class LabelledImages(ImageView):
 
         Args:
             name: Name of the subset.
-            indices: Indices of its images in this image set.
+            indices: Indices of the subset's images in this image set.
         """
         labels = tuple(self.labels[index] for index in indices)
         return replace(self, images=select_images(self.images, name, indices), labels=labels)
@@ -97,12 +97,12 @@ class ClassificationSplits(Layout):
 
 @dataclass(frozen=True)
 class ClassFolders(ClassificationSplits):
-    """Images in ROOT/SPLIT/CLASS/, or in ROOT/CLASS/ as for torchvision's ImageFolder.
+    """Images in ROOT/SPLIT/CLASS/, or in ROOT/CLASS/ (the layout of torchvision's ImageFolder).
 
     A class folder may contain subfolders. The folders below the root are classes instead of splits
-    if they contain images directly and none of them is called `val` or `test`. All images then form
-    one split, `all`. A part of a split such as `train:0-75%` contains the first 75 % of the images
-    of each class, sorted by file name.
+    if they contain images directly and none of them is called `val` or `test`. Without split
+    folders, all images form one split named `all`. A part of a split such as `train:0-75%` contains
+    the first 75 % of the images of each class, sorted by file name.
 
     Attributes:
         root: The folder that contains a folder for each split or for each class.
@@ -131,7 +131,7 @@ class ClassFolders(ClassificationSplits):
         return images
 
     def val(self) -> LabelledImages:
-        """Return the images that are scored. Their labels are indices into the training classes.
+        """Return the images that are scored. Labels are indices into the training classes.
 
         Raises:
             DataError: An image is in no class folder, or no training image has its class.
@@ -153,7 +153,7 @@ class ClassFolders(ClassificationSplits):
     def pretraining_images(self) -> LabelledImages:
         """Return the images for supervised pretraining, with class labels.
 
-        Without split folders, all images are returned. Otherwise, only the training images are.
+        If there are split folders, only the training images are returned.
         """
         if self._is_flat:
             return self._label_images(_ALL, self._train_classes)
@@ -229,8 +229,8 @@ class ClassFolders(ClassificationSplits):
         if divisible := [path.name for path in folders if len(list(path.glob("*/"))) > 1]:
             raise missing_split_error(name, [path.name for path in folders], self._root, divisible)
         raise DataError(
-            f"{self._root} has no split {name}, and none of its folders has two classes. Expected "
-            "SPLIT/CLASS/IMAGE or CLASS/IMAGE. See docs/data.md"
+            f"{self._root} has no split {name}, expected SPLIT/CLASS/IMAGE or CLASS/IMAGE "
+            "with at least two classes. See docs/data.md"
         )
 
     @cached_property

@@ -36,8 +36,8 @@ LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 class CocoBoxes(Boxes):
     """Boxes from COCO's JSON file of object instances.
 
-    Boxes without height or width are kept, as in the code of LOST. The file contains a few of them,
-    and rounding the coordinates creates more.
+    Boxes without height or width are kept, to match the code of LOST. The JSON file contains a few
+    such boxes, and rounding the coordinates creates more.
 
     Attributes:
         file: The JSON file.
@@ -88,8 +88,8 @@ class CocoBoxes(Boxes):
     def fingerprint_key(self, image_id: str) -> str:
         """Return the boxes of an image as text.
 
-        The hash of the image set is computed from this text, so it does not depend on other images
-        in the same JSON file.
+        The hash of the image set is computed from this text, so other images in the same JSON file
+        do not affect the hash.
         """
         return str(self.read(image_id).tolist())
 
@@ -98,7 +98,7 @@ class CocoBoxes(Boxes):
 class Coco20k(Layout):
     """COCO20k for object discovery, https://github.com/valeoai/LOST.
 
-    All boxes are used except those of crowds, which enclose several objects.
+    All boxes are used except boxes of crowds, which enclose several objects.
 
     Attributes:
         root: The folder that contains annotations/instances_train2014.json and images/train2014.
@@ -138,7 +138,7 @@ class Coco20k(Layout):
         name = resolve_dataset_name(self.name, {"discovery": ids})
         if name == self.name and (md5 := IMAGE_LIST.hexdigest(source)) != IMAGE_LIST.digest:
             raise DataError(
-                f"{source} has md5 {md5}, expected {IMAGE_LIST.digest}. Download it again"
+                f"{source} has MD5 {md5}, expected {IMAGE_LIST.digest}. Download it again"
             )
         return FileImageSet(
             name=name,
@@ -173,7 +173,7 @@ class Coco20k(Layout):
 def _parse_image_number(image_id: str) -> int:
     digits = image_id.rpartition("_")[2]
     if not (digits.isascii() and digits.isdigit() and len(digits) < 19):
-        raise DataError(f"{image_id} is not an image of COCO, expected COCO_train2014_000000000009")
+        raise DataError(f"{image_id} is not a COCO id such as COCO_train2014_000000000009")
     return int(digits)
 
 
@@ -266,7 +266,7 @@ def _require_integer(value: object, name: str) -> int:
 def _parse_object(
     name: object, annotation: Mapping[str, Any]
 ) -> tuple[int, int, list[float]] | None:
-    """Parse an annotation. Return its id, the id of its image, and the corners of its box.
+    """Parse an annotation. Return the annotation's id, the image id, and the corners of the box.
 
     Return None if the annotation marks a crowd instead of one object.
 
@@ -279,7 +279,7 @@ def _parse_object(
         is_crowd = annotation["iscrowd"]
         owner = _require_integer(annotation["image_id"], "image_id")
         if type(is_crowd) is not int or is_crowd not in (0, 1):
-            raise ValueError(f"expected 0 or 1 as iscrowd, got {is_crowd!r}")
+            raise ValueError(f"expected iscrowd to be 0 or 1, got {is_crowd!r}")
         if is_crowd:
             return None
         x, y, width, height = parse_numbers(annotation["bbox"], 4)

@@ -70,7 +70,7 @@ class CocoStuff(PairedFolders):
             names = COARSE_NAMES
         labels = LabelMap(
             {**dict(zip(numbers, meanings, strict=True)), 255: IGNORE_INDEX},
-            hint=f"published masks are named ID.png, converted masks must be named ID{CONVERTED}",
+            hint=f"Published masks are named ID.png. Converted masks must be named ID{CONVERTED}",
         )
         return IndexMasks(files, labels), names
 
@@ -90,10 +90,10 @@ class CocoStuff(PairedFolders):
 
 
 def read_classes() -> dict[int, tuple[str, str]]:
-    """Return the name and the group of each class, by the number of the class in published masks.
+    """Return the name and the group of each class. Keys are the class numbers in published masks.
 
-    Source: the groups are COCO's supercategories. The numbers are those in labels.txt of
-    https://github.com/nightrome/cocostuff minus 1, because that file begins with "unlabeled".
+    Source: the groups are COCO's supercategories. Each class number is 1 less than in labels.txt of
+    https://github.com/nightrome/cocostuff, because labels.txt begins with "unlabeled".
     """
     with Path(__file__).with_name("coco_stuff_classes.csv").open(encoding="utf-8") as file:
         rows = csv.DictReader(file)

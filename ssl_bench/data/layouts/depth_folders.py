@@ -51,7 +51,7 @@ class DepthMaps:
     def fingerprint_key(self) -> Sequence[object]:
         """Return the settings that convert stored numbers to depths.
 
-        The fingerprint (hash) of the image set depends on them.
+        The fingerprint (hash) of the image set depends on these settings.
         """
         return ["depth", self.metres_per_unit, self.max_metres]
 
@@ -113,8 +113,8 @@ class DepthFolders(Layout):
         image_suffix: End of the file names of the images. An image and its depth map have the same
             name before this suffix.
         depth_suffix: End of the file names of the depth maps.
-        metres_per_unit: Depth in metres for the number 1 in a depth map. By default, depth maps
-            store millimetres. The number 0 always means that the depth is unknown.
+        metres_per_unit: Depth in metres of the stored number 1. By default, depth maps store
+            millimetres. The number 0 always means that the depth is unknown.
         max_metres: Largest valid depth in metres, or None for no limit. Larger depths count as
             unknown.
     """

@@ -1,6 +1,6 @@
 """Datasets of Hugging Face, from the hub, its cache on disk, or a folder of parquet files.
 
-They are read with the library `datasets`, an optional dependency (`ssl-bench[hf]`). Their images
+The datasets are read with the library `datasets`, an optional dependency (`ssl-bench[hf]`). Images
 and masks are decoded in the same way as image files on disk.
 """
 
@@ -241,9 +241,9 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
 
 
 def _choose_column(kind: str, names: Sequence[str], title: str) -> str | None:
-    """Return the only column name in `names`, or None if there is none.
+    """Return the only column name in `names`, or None if `names` is empty.
 
-    The `kind`, such as "mask", and the `title` of the table are used in the error message.
+    The error message contains `kind`, such as "mask", and the `title` of the table.
 
     Raises:
         ConfigurationError: There are several names.
@@ -272,7 +272,7 @@ class HuggingFace(IndexedDataset):
 
     Attributes:
         root: ORG/NAME or ORG/NAME@REVISION on the hub, or a folder, such as one with parquet files.
-        subset: Name of a subset (default: the only one). The library calls it a configuration.
+        subset: Name of a subset, which `datasets` calls a configuration (default: the only one).
         train_split: Training split, or a part of it such as `train:0-75%` (default: `train`).
         val_split: Scored split, or a part of it such as `test:0-50%` (default: the first existing
             split of `validation`, `val`, `valid`, `dev` and `test`).
@@ -354,7 +354,7 @@ class HuggingFace(IndexedDataset):
 
 @cache
 def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
-    """Load a dataset with the library `datasets`. Return each split by its name.
+    """Load a dataset with the library `datasets`. Return a dictionary of all splits.
 
     Args:
         address: A folder, or ORG/NAME or ORG/NAME@REVISION on the hub.
@@ -425,7 +425,7 @@ def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str |
 def _enable_offline_mode(datasets: Any) -> Generator[None]:
     """Use the library `datasets` offline inside a `with` block.
 
-    Without network access, it would otherwise retry requests for half a minute.
+    Otherwise, the library retries requests for half a minute if there is no network access.
     """
     modules = (datasets.config, huggingface_hub.constants)
     before = [module.HF_HUB_OFFLINE for module in modules]

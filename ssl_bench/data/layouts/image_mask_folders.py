@@ -186,7 +186,7 @@ class IndexMasks(Masks):
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
         """Raise `DataError` if a mask does not use the expected numbering of classes.
 
-        By default, every numbering is accepted. Subclasses override this method.
+        This implementation accepts every numbering. Subclasses override this method.
 
         Args:
             numbers: Number that the mask stores for each pixel.
@@ -217,7 +217,7 @@ class IndexMasks(Masks):
 
 @dataclass(frozen=True)
 class TwoClassMasks(IndexMasks):
-    """Masks of two classes, in which 255 is either the second class or marks ignored pixels."""
+    """Masks of two classes, in which 255 means either the second class or ignored pixels."""
 
     checks_first_mask = True
 
@@ -225,8 +225,8 @@ class TwoClassMasks(IndexMasks):
         """Raise `DataError` if a mask stores only 0 and 255, because 255 is then ambiguous."""
         if set(np.unique(numbers)) == {0, IGNORE_INDEX}:
             raise DataError(
-                f"{path} holds 0 and 255 but not 1, so the meaning of 255 is unclear. State "
-                "whether 255 is the second class or marks ignored pixels",
+                f"{path} stores 0 and 255 but not 1, so the meaning of 255 is unclear. Choose "
+                "whether 255 means the second class or ignored pixels",
                 hint=(
                     "dataset.numbers=[0,255]",
                     "dataset.ignored=[]",
@@ -264,8 +264,8 @@ class ColourMasks(Masks):
         if is_unknown.any():
             colour = pixels[is_unknown][0].tolist()
             raise DataError(
-                f"{path} holds the colour {colour}, which is neither in dataset.colours nor in "
-                "dataset.ignored_colours. Add it, or save the masks without loss, as PNG"
+                f"{path} contains the colour {colour}, which is neither in dataset.colours nor in "
+                "dataset.ignored_colours. Add this colour, or save the masks as PNG"
             )
         return self.labels.apply(numbers, path)
 
@@ -340,12 +340,12 @@ class ImageMaskFolders(PairedFolders):
         super().__post_init__()
         if (self.colours is not None) + (self.numbers is not None) + self.reduce_zero > 1:
             raise ConfigurationError(
-                "dataset.colours, dataset.numbers and dataset.reduce_zero=true exclude each other. "
+                "dataset.colours, dataset.numbers and dataset.reduce_zero=true cannot be combined. "
                 "Set only one of them"
             )
         if self._is_one_folder and self.image_suffix == self.mask_suffix:
             raise ConfigurationError(
-                f"{self.image_folder}/*{self.image_suffix} matches images and masks",
+                f"{self.image_folder}/*{self.image_suffix} matches both images and masks",
                 hint=(
                     "dataset.mask_folder={mask_folder}",
                     "or",
@@ -415,7 +415,7 @@ class ImageMaskFolders(PairedFolders):
             return ("background", "object")
         if not path.is_file():
             raise DataError(
-                f"{self.name} needs the names of its classes, as a list or one per line in {path}",
+                f"{self.name} needs class names, as a list or one per line in {path}",
                 hint=("dataset.class_names=[road,sky]",),
             )
         return tuple(read_list(path))
@@ -424,7 +424,7 @@ class ImageMaskFolders(PairedFolders):
         files, names = self._files(self.mask_folder, self.mask_suffix, split), self._class_names()
         if self.one_object and len(names) != 2:
             raise ConfigurationError(
-                "dataset.one_object=true expects two names, background and object, got "
+                "dataset.one_object=true expects two class names, background and object, got "
                 f"{format_value(list(names))}",
                 hint=("dataset.class_names=[background,object]",),
             )
@@ -447,7 +447,7 @@ class ImageMaskFolders(PairedFolders):
             )
         classes = {number: index for index, number in enumerate(numbers)}
         hint = (
-            "list the numbers of all classes in dataset.numbers and other numbers in "
+            "List the numbers of all classes in dataset.numbers and other numbers in "
             "dataset.ignored, and check dataset.class_names"
         )
         labels = LabelMap({**classes, **dict.fromkeys(ignored, IGNORE_INDEX)}, hint)

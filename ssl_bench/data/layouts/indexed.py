@@ -1,7 +1,7 @@
 """Datasets that consist of sequences of items, such as Python datasets or the rows of a table.
 
-An `Item` is an image with its annotations, and `Items` is a sequence of them. `IndexedDataset` is a
-dataset of one or more such sequences.
+An `Item` is an image with its annotations, and `Items` is a sequence of such items.
+`IndexedDataset` is a dataset of one or more such sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from ssl_bench.system.output import print_message_once, show_progress
 BoxFormat = Literal["xyxy", "xywh"]
 """Meaning of the four numbers of a box in pixels.
 
-They are two corners ("xyxy"), or the upper left corner with width and height ("xywh").
+The numbers are two corners ("xyxy"), or the upper left corner with width and height ("xywh").
 """
 Annotation = Literal["label", "mask", "boxes"]
 _UNREADABLE = "unreadable"
@@ -156,8 +156,8 @@ class IndexedImages:
         class_names: Names of the classes. If it is empty, the images are returned without labels
             and masks.
         label_map: Class of each number that masks store, or None for images without masks.
-        is_255_unclear: Whether it is unknown if 255 in a mask is the second class or marks ignored
-            pixels. Masks that store only 0 and 255 are then errors.
+        is_255_unclear: Whether 255 in masks may mean either the second class or ignored pixels. If
+            so, a mask that stores only 0 and 255 raises an error.
         options: Options for reading the images. Only `bits` (of 16-bit images) has an effect.
     """
 
@@ -210,7 +210,7 @@ class IndexedImages:
             if self.is_255_unclear and {*np.unique(item.mask)} == {0, IGNORE_INDEX}:
                 raise DataError(
                     f"the mask of {place} stores 0 and 255, so the meaning of 255 is unclear. "
-                    "State whether 255 is the second class or marks ignored pixels",
+                    "Choose whether 255 means the second class or ignored pixels",
                     hint=("dataset.numbers=[0,255]", "or", "dataset.ignored=[255]"),
                 )
             mask = self.label_map.apply(item.mask, place)
@@ -235,7 +235,7 @@ class IndexedImages:
     def fingerprint(self) -> str:
         """Return a SHA-256 of all images, their ids and annotations, and the class names.
 
-        It also depends on the mapping from the numbers in masks to classes.
+        The hash also depends on the mapping from the numbers in masks to classes.
         """
         return self._fingerprint
 
@@ -266,7 +266,7 @@ class IndexedImages:
 
         Args:
             name: Name of the subset.
-            positions: Positions of its images in this image set.
+            positions: Positions of the subset's images in this image set.
         """
         return replace(
             self, name=name, indices=tuple(self.indices[position] for position in positions)
@@ -388,8 +388,8 @@ class IndexedDataset(Layout):
     def discovery(self) -> ImageSet:
         """Return the images for object discovery.
 
-        Images with boxes are preferred, then images without any annotation. If there are neither,
-        the result is `select_items("images")` without the annotations.
+        Images with boxes are preferred, then images without any annotation. If the dataset has no
+        such images, the result is `select_items("images")` without the annotations.
         """
         parts = [part for usage in ("images", "val", "train") if (part := self.select_items(usage))]
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]
@@ -444,7 +444,7 @@ class IndexedDataset(Layout):
                 f"dataset.ignored={format_value(sorted(ignored))}"
             )
         classes: dict[int, int] = {number: index for index, number in enumerate(numbers)}
-        hint = "set dataset.class_names, dataset.numbers or dataset.ignored"
+        hint = "Set dataset.class_names, dataset.numbers or dataset.ignored"
         return LabelMap({**classes, **dict.fromkeys(ignored, IGNORE_INDEX)}, hint)
 
     @property
@@ -469,7 +469,7 @@ class IndexedDataset(Layout):
         names = list(dict.fromkeys(items.class_names for items in sets if items.class_names))
         if len(names) > 1:
             raise DataError(
-                f"{title} have different class names. List the classes of both",
+                f"{title} have different class names. Set one list of classes for both",
                 hint=("dataset.class_names=[a,b]",),
             )
         if names:
@@ -514,7 +514,7 @@ def to_corners(boxes: Any, box_format: BoxFormat) -> Float64[np.ndarray, "boxes 
     if corners.size == 0:
         return np.zeros((0, 4))
     if corners.ndim != 2 or corners.shape[1] != 4:
-        raise ValueError(f"expected boxes of 4 numbers, got the shape {corners.shape}")
+        raise ValueError(f"expected boxes of 4 numbers, got an array of shape {corners.shape}")
     if box_format == "xywh":
         corners[:, 2:] += corners[:, :2]
     return corners

@@ -1,4 +1,4 @@
-"""Datasets for instance retrieval: queries, and the images that show the same object or place.
+"""Datasets of instance retrieval: queries, and images that show the same object or place.
 
 The datasets are Holidays, the revisited Oxford and Paris buildings, and Copydays.
 """
@@ -56,7 +56,7 @@ _COPY_FOLDERS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RetrievalImages(ImageView):
-    """An image set for instance retrieval, in which some images are queries.
+    """An image set of instance retrieval, in which some images are queries.
 
     Attributes:
         retrieval_targets: Ground truth for each query, by the image id of the query.
@@ -92,7 +92,7 @@ class RetrievalImages(ImageView):
 
         Args:
             name: Name of the subset.
-            indices: Indices of its images in this image set.
+            indices: Indices of the subset's images in this image set.
         """
         return replace(self, images=select_images(self.images, name, indices))
 
@@ -101,8 +101,8 @@ class RetrievalImages(ImageView):
 class Holidays(Layout):
     """INRIA Holidays with the published file names, https://lear.inrialpes.fr/~jegou/data.php.
 
-    Images whose names have the same first four digits show the same object or place. The image
-    whose last two digits are 00 is the query.
+    Images whose names have the same first four digits show the same object or place. The query is
+    the image whose number ends in 00.
 
     Attributes:
         root: The folder that contains the folder jpg, or its parent folder.
@@ -207,8 +207,8 @@ class Copydays(Layout):
 
     Attributes:
         root: The folder that contains original, strong, jpegqual and crops, or its parent folder.
-        copies: Which copies are queries: the copies in the folder `strong`, `jpegqual` or `crops`,
-            or `all` copies.
+        copies: Folder whose copies are used as queries: `strong`, `jpegqual` or `crops`. `all`
+            selects the copies in all three folders.
     """
 
     name = "copydays"
@@ -284,7 +284,7 @@ def read_ground_truth(file: Path) -> dict[str, Any]:
         content = _Unpickler(io.BytesIO(data)).load()
         database, queries = (_parse_names(content[key]) for key in ("imlist", "qimlist"))
         if len({*database, *queries}) < len(database) + len(queries):
-            raise ValueError("imlist and qimlist contain an image twice")
+            raise ValueError("an image occurs twice in imlist and qimlist")
         if len(content["gnd"]) != len(queries):
             raise ValueError(f"gnd has {len(content['gnd'])} entries for {len(queries)} queries")
         truth = [
@@ -300,7 +300,7 @@ def read_ground_truth(file: Path) -> dict[str, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that runs no code. It accepts only plain Python values and arrays of numbers."""
+    """Unpickler that runs no code and accepts only plain Python values and arrays of numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _PICKLED:

@@ -112,8 +112,8 @@ class Nyu(Layout):
         val_split: Name of the scored folder in official_splits/, or a part such as `test:0-50%`.
         annotation: "depth" reads sync_depth_*.png, in millimetres. "classes" reads label40_*.png.
         reduce_zero: Whether label40_*.png store 1 to 40 for the classes and 0 for unlabelled
-            pixels, as published. If not, they store 0 to 39 for the classes and 255 for unlabelled
-            pixels.
+            pixels, as published. If False, the files store 0 to 39 for the classes and 255 for
+            unlabelled pixels.
         eigen_crop: Whether depth outside rows 45:471 and columns 41:601 counts as unknown. The crop
             leaves out the white border of the images.
         lists: Path below the root of a file that lists the images of a split. `{split}` stands for
@@ -171,7 +171,7 @@ class Nyu(Layout):
         if self.annotation == "classes":
             first, ignored = (1, 0) if self.reduce_zero else (0, IGNORE_INDEX)
             classes = {first + number: number for number in range(len(CLASS_NAMES))}
-            hint = f"use dataset.reduce_zero={str(not self.reduce_zero).lower()} for other numbers"
+            hint = f"Use dataset.reduce_zero={str(not self.reduce_zero).lower()} for other numbers"
             labels = LabelMap({**classes, ignored: IGNORE_INDEX}, hint)
             masks = IndexMasks(SceneFiles(folder, ".png", prefix="label40_"), labels)
             return FileImageSet(**shared, class_names=CLASS_NAMES, masks=masks).validate()

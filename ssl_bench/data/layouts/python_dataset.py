@@ -1,7 +1,7 @@
 """Datasets from Python objects of torchvision, of Hugging Face, or of the user's own class.
 
-A dataset is a sequence (`__len__` and `__getitem__`) of images or of pairs (image, target). The
-target of the first item determines the kind of all targets:
+A dataset is a sequence (`__len__` and `__getitem__`) of images or of pairs (image, target). All
+targets must be of the same kind as the first target. The kinds are:
 
 - An integer is a class label.
 - A PIL image, an array or a tensor of the image's height and width is a mask of class numbers.
@@ -273,7 +273,7 @@ def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> T
 
 
 def _parse_mapping(target: Mapping[str, Any]) -> Target:
-    """Parse the boxes in the target of an image, in one of two forms of torchvision.
+    """Parse the boxes in the target of an image, which has one of two formats of torchvision.
 
     A target of VOCDetection has the key "annotation". A target for detection models has the key
     "boxes".
@@ -294,10 +294,7 @@ def _parse_mapping(target: Mapping[str, Any]) -> Target:
 
 @dataclass(frozen=True)
 class PythonDataset(IndexedDataset):
-    """Dataset of the Python objects that the user passes to `ssl_bench.probe`.
-
-    They are the arguments `train`, `val` and `images` of this function.
-    """
+    """Dataset of objects that a user passes to `ssl_bench.probe` as `train`, `val` or `images`."""
 
     name: str = "python"
 
@@ -326,12 +323,12 @@ class PythonDataset(IndexedDataset):
         if isinstance(dataset, Mapping):
             raise ConfigurationError(
                 f"{usage} expects one split, got {type(dataset).__name__} with "
-                f"{', '.join(dataset)}. Pass one of its values"
+                f"{', '.join(dataset)}. Pass one of these splits"
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise ConfigurationError(
                 f"{usage} expects a dataset with __len__ and __getitem__, got "
-                f"{type(dataset).__name__}. For a DataLoader, pass its attribute dataset"
+                f"{type(dataset).__name__}. Instead of a DataLoader, pass its attribute dataset"
             )
         if hasattr(dataset, "features") and hasattr(dataset, "cast_column"):
             from ssl_bench.data.layouts.hugging_face import TableItems

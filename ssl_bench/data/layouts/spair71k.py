@@ -40,8 +40,7 @@ class SpairPairs(FileSet):
     target image and the points of both images.
 
     Attributes:
-        ids: Ids of the pairs, in the form NUMBER-SOURCE-TARGET:CATEGORY. They are the lines of the
-            published list.
+        ids: Ids of the pairs: the lines NUMBER-SOURCE-TARGET:CATEGORY of the published list.
         annotations: JSON files, one for each pair.
     """
 

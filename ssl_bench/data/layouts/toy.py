@@ -220,8 +220,8 @@ def _draw_outlines(
 ) -> list[Float64[np.ndarray, "height width"]]:
     """Return the random shapes of one to three objects, from the farthest to the nearest.
 
-    A shape is a map of each pixel's relative distance from the object's centre, which is below 1
-    inside the object. At least half of each object is visible.
+    A shape stores the relative distance of each pixel from the object's centre. This distance is
+    below 1 inside the object. At least half of each object is visible.
     """
     number = int(rng.integers(1, 4))
     while True:
@@ -234,7 +234,7 @@ def _draw_outlines(
 def _draw_outline(
     rng: np.random.Generator, height: int, width: int
 ) -> Float64[np.ndarray, "height width"]:
-    """Return a random smooth shape, as the relative distance of each pixel from its centre.
+    """Return a random smooth shape, given by the relative distance of each pixel from its centre.
 
     The distance is 0 at the centre, 1 on the outline, and larger outside.
     """
@@ -254,8 +254,8 @@ def _visible_objects(
 ) -> Int64[np.ndarray, "height width"]:
     """Return the index of the nearest object at each pixel, or -1 for the background.
 
-    `depths` contains a map for each object, from the farthest to the nearest. Values below 1 are
-    inside the object.
+    `depths` contains a map for each object, from the farthest to the nearest. Pixels with a value
+    below 1 are inside the object.
     """
     visible = np.full(depths[0].shape, -1, np.int64)
     for number, depth in enumerate(depths):
@@ -286,7 +286,7 @@ def _warp_texture(
 ) -> Float64[np.ndarray, "height width 3"]:
     """Return an image of the given size that is filled with a texture.
 
-    The texture is slightly rotated, scaled and tinted at random. If it is too small, it is
+    The texture is slightly rotated, scaled and tinted at random. A texture that is too small is
     continued by reflection.
     """
     # Imported only here, because the import takes a second and cached scenes do not need it.
@@ -397,7 +397,7 @@ class GeneratedDataset(Layout):
 def _write_manifest(folder: Path) -> None:
     """Write a manifest, which lists the SHA-256, size and modification time of each file.
 
-    `_is_intact` uses it to detect damaged files.
+    `_is_intact` uses the manifest to detect damaged files.
     """
     rows = {}
     for name in sorted(list_files(folder)):
@@ -441,7 +441,7 @@ class Toy(GeneratedDataset):
         return self._folder().segmentation("val")
 
     def discovery(self) -> FileImageSet:
-        """Return the training and the scored images with boxes, as in VOC's split trainval."""
+        """Return training and scored images with boxes, like the images of VOC's split trainval."""
         return self._folder().discovery("trainval", exclude_difficult=False)
 
     def images(self) -> FileImageSet:
@@ -471,7 +471,7 @@ class Toy(GeneratedDataset):
 def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
     """Write a generated image, its mask and its boxes in VOC's format.
 
-    They are written to the subfolders JPEGImages, SegmentationClass and Annotations of `folder`.
+    Files are written to the subfolders JPEGImages, SegmentationClass and Annotations of `folder`.
     """
     image = Image.fromarray(scene.image)
     image.save(folder / "JPEGImages" / f"{image_id}.jpg", quality=92)
@@ -529,7 +529,7 @@ class ToyObjects(GeneratedDataset):
 
 @dataclass(frozen=True)
 class ToyInstances(GeneratedDataset):
-    """Generated images of objects and crops of these images, for instance retrieval.
+    """Generated images and their crops, as a dataset of instance retrieval.
 
     Each whole image is a query, and a search should find its three crops. Two crops are easy to
     find. The third is smaller and grey, so it is difficult to find.
@@ -568,10 +568,10 @@ def _view_id(scene: int, view: int) -> str:
 
 
 def _draw_view(rng: np.random.Generator, scene: Image.Image, view: int) -> Image.Image:
-    """Return a whole generated image, or a crop of it.
+    """Return a whole generated image, or one of its crops.
 
-    View 0 is the whole image. All other views are crops with random brightness, and the last one is
-    smaller and grey.
+    View 0 is the whole image. All other views are crops with random brightness, and the last crop
+    is smaller and grey.
     """
     if view == 0:
         return scene

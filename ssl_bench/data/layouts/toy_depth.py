@@ -23,7 +23,7 @@ class RoomPainter(Painter):
     """Generator of images of rooms, with the same textures and photographs as `Painter`.
 
     The camera is one to two metres above a horizontal floor and looks at a wall. One to three
-    upright boards that face the camera stand on the floor. Distant surfaces are darker.
+    boards stand upright on the floor and face the camera. Distant surfaces are darker.
     """
 
     def paint_room(

@@ -96,7 +96,7 @@ class VideoSet(FileSet):
     def fingerprint(self) -> str:
         """Return a SHA-256 of the names and contents of all frames and masks.
 
-        It also depends on the mapping from the numbers in masks to objects.
+        The hash also depends on the mapping from the numbers in masks to objects.
         """
         return self._fingerprint
 
@@ -187,7 +187,7 @@ class Davis(Layout):
             frame_names=list_frames(ids, images, self.max_frames),
             masks=masks,
             # For 2017 all numbers are allowed, so this hint is only shown for 2016.
-            labels=LabelMap({0: 0, **objects}, "several objects need --dataset davis2017"),
+            labels=LabelMap({0: 0, **objects}, "Use --dataset davis2017 for several objects"),
             advice=("--dataset", "davis2016") if self.year == 2017 else (),
         ).validate()
         # In some splits, such as test-dev, only the first mask of each video is published. In all
@@ -212,8 +212,8 @@ class Davis(Layout):
 class FrameFolders(Layout):
     """Your own videos: a folder of frames for each video, with a mask of the first frame.
 
-    The mask of VIDEO/0001.jpg is VIDEO/0001.png. It stores 0 for the background, 1, 2, ... for the
-    objects, and 255 for ignored pixels. Frames are sorted by the numbers in their names, so 10
+    The mask of VIDEO/0001.jpg is VIDEO/0001.png. Masks store 0 for the background, 1, 2, ... for
+    the objects, and 255 for ignored pixels. Frames are sorted by the numbers in their names, so 10
     follows 9.
 
     Attributes:
@@ -276,7 +276,7 @@ class FrameFolders(Layout):
             images=images,
             frame_names=frame_names,
             masks=Files(root, self.mask_suffix),
-            labels=LabelMap({0: 0, **objects}, "leave dataset.white_is_object=true out"),
+            labels=LabelMap({0: 0, **objects}, "Remove dataset.white_is_object=true"),
             advice=() if self.white_is_object else ("dataset.white_is_object=true",),
         ).validate()
 
@@ -284,7 +284,7 @@ class FrameFolders(Layout):
 def list_frames(
     videos: Iterable[str], images: Files, max_frames: int | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return a dictionary with the names of the frames of each video, without suffix.
+    """Return a dictionary with the frame names of each video, without suffix.
 
     Args:
         videos: Folder name of each video.

@@ -157,7 +157,7 @@ class VocFolder:
         numbers = range(len(self.class_names))
         labels = LabelMap(
             {**{number: number for number in numbers}, 255: IGNORE_INDEX},
-            hint="use the published masks, which store class numbers, and 255 at object borders",
+            hint="Use the published masks, which store class numbers, and 255 at object borders",
         )
         masks = Masks(Files(self.path / folder, ".png"), labels, has_voc_palette=True)
         return self._image_set("Segmentation", split, masks=masks).validate()
@@ -201,8 +201,8 @@ class VocFolder:
 def _read_ids(source: Path, folder: Path) -> list[str]:
     """Read the image ids in a list of images, such as val.txt or person_val.txt.
 
-    In the list of a class, such as person_val.txt, -1 marks images that do not show the class. They
-    are left out.
+    Images that are marked by -1 in the list of a class, such as person_val.txt, do not show the
+    class and are left out.
 
     Args:
         source: The list.

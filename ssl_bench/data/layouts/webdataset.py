@@ -25,8 +25,8 @@ _TRAIN_NAMES, _VAL_NAMES = ("train",), ("val", "test")
 def is_webdataset(root: str | Path) -> bool:
     """Return whether a path stands for tar files.
 
-    This is the case for a tar file, for a folder with tar files but no images, and for a pattern
-    such as "shards/{000..099}.tar".
+    Such a path is a tar file, a folder with tar files but no images, or a pattern such as
+    "shards/{000..099}.tar".
     """
     path = expand_path(root)
     if not path.is_dir():
@@ -42,7 +42,7 @@ class WebDataset(ClassificationSplits):
 
     Attributes:
         root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. If a task
-            needs training and validation images, it must be a folder.
+            needs training and validation images, the root must be a folder.
         train_split: Folder or pattern of the training images below `root`. By default, it is the
             folder `train`, or all tar files with a word in their names that begins with `train`.
         val_split: Folder or pattern of the scored images below `root`. By default, it is the folder
@@ -53,7 +53,7 @@ class WebDataset(ClassificationSplits):
     name: str = "webdataset"
 
     def images(self) -> TarImages:
-        """Return all images in the tar files. They may lack class numbers."""
+        """Return all images in the tar files, with or without class numbers."""
         return self._open(find_shards(self._root), "all")
 
     def train(self) -> LabelledImages:
@@ -65,7 +65,7 @@ class WebDataset(ClassificationSplits):
         return self._train
 
     def val(self) -> LabelledImages:
-        """Return the images that are scored. Their labels are indices into the training classes.
+        """Return the images that are scored. Labels are indices into the training classes.
 
         Raises:
             DataError: A tar file is missing or damaged, both splits contain the same tar file, an
@@ -74,7 +74,7 @@ class WebDataset(ClassificationSplits):
         shards = self._shards(self.val_split, _VAL_NAMES)
         if shared := sorted({*shards}.intersection(self._train_shards)):
             raise DataError(
-                f"the tar file {shared[0]} belongs to both splits, for training and for scoring",
+                f"the tar file {shared[0]} is in both the training split and the scored split",
                 hint=_CHOOSE_SPLITS,
             )
         images = self._open(shards, self.val_split or _VAL_NAMES[0])
@@ -101,8 +101,8 @@ class WebDataset(ClassificationSplits):
     def pretraining_images(self) -> LabelledImages:
         """Return the images for supervised pretraining, with class labels.
 
-        If `root` is a folder with a training split, they are the training images. Otherwise, they
-        are all images.
+        If `root` is a folder with a training split, only the training images are returned.
+        Otherwise, all images are returned.
 
         Raises:
             DataError: A tar file is missing or damaged, or an image has no class number.
@@ -138,7 +138,7 @@ class WebDataset(ClassificationSplits):
         """
         if not self._root.is_dir():
             raise DataError(
-                f"{self._root} is not a folder, expected one with train/*.tar and val/*.tar",
+                f"{self._root} is not a folder, expected a folder with train/*.tar and val/*.tar",
                 hint=("--data-root", "{folder}"),
             )
         if split is not None:
@@ -173,7 +173,7 @@ def _label_images(images: TarImages) -> LabelledImages:
     numbers = _read_class_numbers(images)
     classes = sorted(set(numbers))
     if len(classes) < 2:
-        raise DataError(f"{images.folder} has the single class {classes[0]}, expected two or more")
+        raise DataError(f"{images.folder} has the single class {classes[0]}, expected at least two")
     labels = {number: label for label, number in enumerate(classes)}
     return LabelledImages(
         images, tuple(map(str, classes)), tuple(labels[number] for number in numbers)
