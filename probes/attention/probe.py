@@ -1,6 +1,6 @@
 """Attention maps: which patches does the [CLS] token attend to in each block?
 
-The file contains, in this order: settings, one pass over the images, masks and scores of an image,
+The sections of this file are: settings, the pass over the images, masks and scores of an image,
 scores of a block, and figures.
 """
 
@@ -60,12 +60,13 @@ class Attention(Probe):
         protocol: Name of the preset. "dino" sets `mass` to 0.6, as DINO's authors do.
         truth: Masks to compare with: "classes" for class masks, "object" for masks of one object,
             or "none". In class masks, all classes except class 0 count as the object. The default
-            depends on the dataset. It is "none" if class 0 is not called background.
-        mass: Attention that the mask of a head covers, as a fraction of the head's attention to all
-            patches. The mask consists of the fewest patches that reach this fraction.
-        panels: Number of images to draw in figures. They are spread over the dataset. With
-            `truth="none"`, only these images are encoded. If the number is 0, all images are
-            encoded and none is drawn.
+            depends on the dataset. For class masks whose class 0 is not called background, the
+            default is "none".
+        mass: Fraction of a head's attention to patches that its predicted mask covers. The mask
+            consists of the fewest patches that reach this fraction.
+        panels: Number of images to draw in figures, spread over the dataset. With `truth="none"`,
+            only these images are encoded. If `panels` is 0, all images are encoded and none is
+            drawn.
         image_size: Side in pixels of the squares that images are resized to without keeping their
             aspect ratio, a multiple of the patch size. By default, images keep their size, and
             their sides are reduced to multiples of the patch size.
@@ -148,7 +149,7 @@ class Attention(Probe):
     def prepare(self, sample: Sample, patch_size: int) -> Float[Tensor, "3 height width"]:
         """Resize an image so that its sides are multiples of the patch size.
 
-        Return its RGB values in [0, 1]. The interpolation is bicubic.
+        Return the RGB values of the resized image, in [0, 1]. The interpolation is bicubic.
         """
         sides = self.resize.output_size(*sample.image.shape[:2])
         height, width = (max(patch_size, side - side % patch_size) for side in sides)
@@ -156,7 +157,7 @@ class Attention(Probe):
 
     @property
     def folder(self) -> str:
-        """Return the folder name for figures. The name contains `image_size`, if it is set."""
+        """Return the folder name for figures, with `image_size` if this setting is set."""
         return self.protocol if self.image_size is None else f"{self.protocol}-{self.image_size}px"
 
     def list_figures(
@@ -221,9 +222,9 @@ class Attention(Probe):
         pixels: Float[Tensor, "3 height width"],
         weights: Mapping[int, Float[Tensor, "1 heads 1 tokens"]],
     ) -> dict[int, Maps]:
-        """Return the attention of [CLS] to the patches, with shape heads x rows x cols, by block.
+        """For each block, return the attention of [CLS] to the patches (heads x rows x cols).
 
-        `pixels` is the image, and `weights` contains the attention of [CLS] to all tokens by block.
+        `weights` contains the attention of [CLS] to all tokens, by block.
         """
         grid = pixels.shape[1] // encoder.patch_size, pixels.shape[2] // encoder.patch_size
         prefix = encoder.num_prefix_tokens
@@ -235,7 +236,7 @@ class Attention(Probe):
     def _object_mask(self, sample: Sample) -> UInt8[np.ndarray, "height width"] | None:
         """Return the true mask of the object in an image, or None if the probe uses no true masks.
 
-        The value of a pixel is 1 for the object, 0 for the background, and `IGNORE_INDEX` if it is
+        The mask is 1 for the object, 0 for the background, and `IGNORE_INDEX` for pixels that are
         not scored.
         """
         if self.truth == "none":
@@ -256,7 +257,7 @@ class Attention(Probe):
     ) -> None:
         """Draw the attention maps of one image: a figure for each block, and one for all blocks.
 
-        `weights` contains the maps of each block, and `results` contains their scores.
+        By block, `weights` contains the attention maps, and `results` contains their scores.
         """
         folder = context.artifacts / self.folder
         shape = (sample.image.shape[0], sample.image.shape[1])
@@ -330,8 +331,8 @@ class AttentionScores:
     def notes(self) -> list[str]:
         """Return a text for the title of each attention map, such as ": Jaccard 45 %".
 
-        The first text is for the mean map over all heads. Each further text is for the map of one
-        head. The texts are empty without a true mask.
+        The first text is for the mean attention map over all heads. Each further text is for the
+        attention map of one head. Without a true mask, all texts are empty.
         """
         if self.jaccard is None:
             return [""] * (1 + len(self.entropy))
@@ -375,7 +376,7 @@ def score_image(
 def patch_shares(maps: Maps) -> Float64[Tensor, "*some patches"]:
     """Divide each attention map by its sum.
 
-    A map that is zero everywhere becomes constant, so that all maps have the sum 1.
+    An attention map that is zero everywhere becomes constant, so that every map has the sum 1.
     """
     values = maps.flatten(-2)
     totals = values.sum(-1, keepdim=True)
@@ -383,10 +384,9 @@ def patch_shares(maps: Maps) -> Float64[Tensor, "*some patches"]:
 
 
 def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
-    """Return a mask for each attention map: the fewest patches that reach `mass` times its sum.
+    """For each attention map, return the smallest mask with the fraction `mass` of the attention.
 
-    The patches with the highest attention are taken first. Patches of equal attention are taken in
-    row-major order.
+    Patches are added to a mask by descending attention. Equal patches are added in row-major order.
 
     Source: `threshold` in visualize_attention.py of DINO.
     """
@@ -401,7 +401,7 @@ def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
 def mask_counts(
     masks: Bool[Tensor, "heads rows cols"], truth: UInt8[np.ndarray, "height width"]
 ) -> Counts:
-    """Compare masks of patches with a true mask of pixels, and count the pixels.
+    """Count the pixels in each mask of patches, in the true mask, and in both masks.
 
     A pixel belongs to the patch that contains its centre.
 
@@ -427,7 +427,7 @@ def mask_counts(
 def entropy_share(maps: Maps) -> Float64[np.ndarray, " *some"]:
     """Return the entropy of each attention map, divided by its maximum.
 
-    The maximum for N patches is log N. It is reached if all patches get the same attention.
+    The maximum entropy for N patches is log N, for the same attention to all patches.
     """
     shares = patch_shares(maps)
     most = math.log(max(2, shares.shape[-1]))
@@ -446,10 +446,10 @@ def is_constant(maps: Maps) -> Bool[Tensor, " *some"]:
 def score_block(
     layer: int, results: Sequence[AttentionScores], *, has_truth: bool
 ) -> Iterator[Score]:
-    """Yield the scores of the attention maps of one block, averaged over all images.
+    """Yield the scores of one block's attention maps, averaged over all images.
 
-    With true masks, these are the Jaccard indices in `METRICS` and the entropy. Without them, only
-    the entropy is scored. `results` contains the scores of each image.
+    With true masks, yield the Jaccard indices in `METRICS` and the entropy of the attention maps.
+    Without true masks, yield only the entropy. `results` contains the scores of each image.
     """
     num_images = len(results)
     shared = {"degenerate_percent": 100 * float(np.mean([one.is_degenerate for one in results]))}
@@ -495,7 +495,7 @@ def score_block(
 
 
 def to_colours(one_map: Float64[Tensor, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
-    """Convert an attention map to an RGB image with the colour map viridis, as DINO's script does.
+    """Convert an attention map to an RGB image with viridis, the colour map of DINO's script.
 
     The 1st percentile of the map is dark blue, and the 99th percentile is yellow.
     """

@@ -1,9 +1,8 @@
 """Record the attention weights of each block during a forward pass.
 
-Fused attention returns no weights. `AttentionRecorder` therefore intercepts the calls of PyTorch
-functions during a forward pass. The arguments of the fused function suffice to compute the weights.
-Norms and rotary positions are already applied to the queries and keys. The scale and the bias are
-arguments, too.
+Fused attention functions do not return the attention weights. `AttentionRecorder` therefore
+intercepts the calls of these functions, and computes the weights from their arguments. The
+arguments include the scale, the bias, and the queries and keys after norms and rotary positions.
 """
 
 import math
@@ -41,7 +40,7 @@ def attention_weights(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Weights:
-    """Return softmax(q k^T scale + bias) over all tokens, in float32 or higher precision.
+    """Return the attention weights softmax(q k^T scale + bias), in float32 or higher precision.
 
     Apart from `queries`, the arguments are the same as those of
     `torch.nn.functional.scaled_dot_product_attention`.
@@ -197,7 +196,7 @@ class _Calls(TorchFunctionMode):
     def _includes_all_tokens(self, num_queries: int, num_keys: int) -> bool:
         """Return whether a call of an attention function includes all tokens of an image.
 
-        If not, store the numbers of queries and keys for the error message of `get_weights`.
+        If some tokens are missing, store the numbers of queries and keys for an error message.
         """
         if num_queries == num_keys == self._num_tokens:
             return True

@@ -63,10 +63,11 @@ def contingency_table(
 def nmi(table: Table) -> Scores:
     """Return the normalised mutual information of clusters and classes, in percent.
 
-    The mutual information is divided by the mean of the entropies of clusters and classes. Random
-    clusters do not have a score of 0. Their score increases with the number of clusters and
-    classes, and decreases with the number of images. For example, it is 44 for 1,000 random
-    clusters and 1,000 classes with 50 images each. The score is NaN if there is only one class.
+    The mutual information is divided by the mean of the cluster entropy and the class entropy.
+    Random clusters score above 0. The score of random clusters increases with the number of
+    clusters and classes, and decreases with the number of images. For example, 1,000 random
+    clusters score 44 for 1,000 classes with 50 images each. The score is NaN if there is only one
+    class.
     """
     information, mean = _information(table)
     is_defined = _has_classes(table)
@@ -78,13 +79,12 @@ def nmi(table: Table) -> Scores:
 def ami(table: Table) -> Scores:
     """Return the adjusted mutual information of clusters and classes, in percent.
 
-    The score subtracts the expected mutual information of random clusters of the same sizes. Random
-    clusters therefore score 0 on average. For very many images, the score equals `nmi`. It is NaN
-    if there is only one class, or if random clusters reach the maximum, for example because each
-    class has one image.
+    The expected mutual information of random clusters with the same sizes is subtracted. Random
+    clusters therefore score 0 on average. For very many images, the score equals `nmi`. The score
+    is NaN if there is only one class, or if each image has its own cluster and its own class.
 
-    Source: Vinh, Epps and Bailey, Journal of Machine Learning Research 11, 2010. This is their
-    variant with the mean of the entropies of clusters and classes.
+    Source: Vinh, Epps and Bailey, Journal of Machine Learning Research 11, 2010. The normaliser is
+    the mean of the cluster entropy and the class entropy.
     """
     information, mean = _information(table)
     expected = expected_information(table.sum(-1), table.sum(-2))
@@ -99,9 +99,8 @@ def ami(table: Table) -> Scores:
 def ari(table: Table) -> Scores:
     """Return the adjusted Rand index of clusters and classes.
 
-    It is 1 if the clusters equal the classes, and 0 on average for random clusters. It is NaN if
-    there is only one class, or if random clusters reach the maximum, for example because each class
-    has one image.
+    The index is 1 if the clusters equal the classes, and 0 on average for random clusters. The
+    index is NaN if there is only one class, or if each image has its own cluster and its own class.
 
     Source: Hubert and Arabie, Journal of Classification 2, 1985.
     """
@@ -118,9 +117,9 @@ def ari(table: Table) -> Scores:
 
 
 def purity(table: Table) -> Scores:
-    """Return the percentage of images that have the most frequent class of their cluster.
+    """Return the percentage of images whose class is the most frequent class of their cluster.
 
-    It is 100 if each image has its own cluster.
+    The purity is 100 if each image has its own cluster.
     """
     return np.asarray(100.0 * table.max(-1).sum(-1) / np.maximum(table.sum((-2, -1)), 1))
 
@@ -129,7 +128,7 @@ def match_clusters(table: Table) -> Assignment:
     """Match clusters one-to-one to classes, and return the class of each cluster.
 
     The Hungarian algorithm finds the matching with the highest accuracy. If there are more clusters
-    than classes, the remaining clusters get -1.
+    than classes, clusters without a class get -1.
     """
     assignment = np.full(table.shape[:-1], -1)
     for index in np.ndindex(table.shape[:-2]):
@@ -139,10 +138,10 @@ def match_clusters(table: Table) -> Assignment:
 
 
 def majority_classes(table: Table) -> Assignment:
-    """Return the most frequent class of each cluster. Several clusters may share a class.
+    """Return the most frequent class of each cluster. Several clusters may get the same class.
 
-    Scores that use these classes as predictions increase with the number of clusters, and are
-    perfect if each image has its own cluster.
+    If each cluster predicts its most frequent class, scores increase with the number of clusters,
+    up to perfect scores for one cluster per image.
     """
     return table.argmax(-1)
 
@@ -152,7 +151,7 @@ def class_ious(table: Table, assignment: Assignment) -> Float64[np.ndarray, "*ta
 
     The IoU is 0 for a class without a cluster, and NaN for a class that does not occur. If a
     cluster has no assigned class, its images (or pixels) count as wrong. The code of STEGO instead
-    treats them as an additional class
+    assigns the pixels of such clusters to an additional class
     (https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py).
     """
     is_assigned = assignment[..., None] == np.arange(table.shape[-1])
@@ -191,15 +190,16 @@ SCORES: Mapping[str, Callable[[Table], Scores]] = MappingProxyType(
 
 
 def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[str, Baseline]:
-    """Return the score of the better of two image-independent baselines, for each metric.
+    """For each metric, return the better of two image-independent baselines.
 
-    The first baseline assigns images to random clusters with the sizes of the actual clusters. Its
-    expected score is 0 for "ami" and "ari". For "nmi", it is computed exactly. For all other
-    metrics, it is the mean over 100 random contingency tables, or 10 if the table is large.
+    The first baseline assigns images to random clusters with the sizes of the actual clusters. The
+    expected score of random clusters is 0 for "ami" and "ari". The expected "nmi" of random
+    clusters is computed exactly. For all other metrics, the expected score is the mean over 100
+    random contingency tables, or over 10 tables if they are large.
 
-    The second baseline puts all images into one cluster. It has a high score if one class is
-    frequent. It is used for all metrics except "ami", "ari" and "nmi". If there is only one class,
-    these three metrics are undefined and left out.
+    The second baseline puts all images into one cluster. This single cluster has a high score if
+    one class is frequent. The second baseline is used for all metrics except "ami", "ari" and
+    "nmi". If there is only one class, "ami", "ari" and "nmi" are undefined and left out.
     """
     used = table[table.sum(1) > 0][:, table.sum(0) > 0]
     draws = 100 if used.size <= _MANY_CELLS else 10
@@ -259,10 +259,10 @@ def _count_pairs(counts: np.ndarray | np.int64) -> np.ndarray | np.float64:
 def expected_information(
     rows: Int64[np.ndarray, "*tables rows"], cols: Int64[np.ndarray, "*tables cols"]
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
-    """Return the expected mutual information of random partitions with given sizes, in nats.
+    """Return the expected mutual information (in nats) of two random partitions with given sizes.
 
-    The expected value is the mean over all permutations of the items. Several pairs of partitions
-    (contingency tables) may be given at once. Terms that occur repeatedly are computed only once.
+    The expected value is the mean over all permutations of the items. `rows` and `cols` may contain
+    several pairs of partitions, one for each contingency table.
 
     Args:
         rows: Sizes of the parts of the first partition, such as clusters.
@@ -282,8 +282,8 @@ def expected_information(
 def _expected_terms(*sizes: Int64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
     """Return the terms whose sum is the expected mutual information of a contingency table.
 
-    There is one term for each cell of the table. `sizes` are three arrays: the sum of the cell's
-    row, the sum of its column, and the sum of its table.
+    There is one term for each cell of the table. `sizes` contains three arrays: for each cell, the
+    sums of its row, of its column and of its table.
     """
     row, col, total = (part.astype(float) for part in np.broadcast_arrays(*sizes))
     mean = row * col / np.maximum(total, 1)
@@ -304,11 +304,12 @@ def _variance(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 
 
 def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """Return the expected value of x / total * log(x * total / (row * col)) for each table cell.
+    """For each table cell, return the expected value of x / total * log(x * total / (row * col)).
 
-    A cell of the contingency table counts the x images of a cluster that belong to a class. The
-    cluster has `row` images, the class has `col`, and the table has `total`. If the cluster is a
-    random subset, x has a hypergeometric distribution. Very unlikely values of x are left out.
+    The value x of a cell is the number of images that belong to both a cluster and a class. The
+    cluster has `row` images, the class has `col` images, and the table has `total` images. If the
+    cluster is a random subset of the images, x has a hypergeometric distribution. Very unlikely
+    values of x are left out.
     """
     mean = row * col / total
     width = _DEVIATIONS * np.sqrt(_variance(row, col, total)) + _MARGIN
@@ -332,10 +333,10 @@ def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 
 
 def _expand_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """Approximate the expected value of x / total * log(x * total / (row * col)) for each cell.
+    """For each cell, approximate the expected value of x / total * log(x * total / (row * col)).
 
-    The approximation is a Taylor series with three terms around the mean of the random count x. It
-    is accurate only if this mean is large.
+    The approximation is a Taylor series with three terms around the mean of the random count x. The
+    approximation is accurate only if the mean of x is large.
     """
     mean, variance = row * col / total, _variance(row, col, total)
     skew = variance * (total - 2 * row) * ((total - 2 * col) / total) / (total - 2)
@@ -347,8 +348,8 @@ def estimate_entropy(
 ) -> Float64[np.ndarray, "*tables"]:
     """Estimate the entropy in nats of a discrete distribution from the counts of a sample.
 
-    Values that the sample does not contain contribute to the entropy, too. Their contribution is
-    estimated from the number of values that occur once and the number of values that occur twice.
+    The contribution of values that are missing in the sample is estimated from two counts: how many
+    values occur once, and how many values occur twice.
 
     Source: Chao, Wang and Jost, Methods in Ecology and Evolution 4, 2013.
     """
@@ -369,7 +370,7 @@ def _sum_tail(
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
     """Compute the sum of (1 - share)^(r - total + 1) / r over all integers r >= total.
 
-    `estimate_entropy` needs this sum for values that the sample does not contain.
+    `estimate_entropy` needs this sum for values that are missing in the sample.
     """
     v = np.linspace(-50, 5, 500)
     s, rest = np.exp(v) / total[..., None], 1 - share[..., None]
@@ -387,10 +388,9 @@ def _sum_tail(
 
 
 def interval_warnings(table: Table, images: int) -> list[str]:
-    """Return a list with a warning if there are too few images for a confidence interval.
+    """If there are too few images for a confidence interval, return a list with a warning.
 
-    Otherwise, return an empty list. `table` is a contingency table, and `images` is the number of
-    images.
+    Otherwise, the list is empty. `table` is a contingency table for the given number of `images`.
     """
     pairs = int((table.sum(1) > 0).sum() * (table.sum(0) > 0).sum())
     required = max(FEW_IMAGES, IMAGES_PER_PAIR * pairs)
@@ -405,8 +405,8 @@ def interval_warnings(table: Table, images: int) -> list[str]:
 def image_intervals(table: Table) -> dict[str, Interval | None]:
     """Return the 95 % confidence intervals of "ami" and "ari" for clustered images.
 
-    Other metrics have no interval, because they are strongly biased if there are few images. An
-    interval would not contain their limits for infinitely many images.
+    Metrics other than "ami" and "ari" have no interval, because few images bias them strongly.
+    Intervals of these metrics would not contain the score of infinitely many images.
     """
     cells = np.argwhere(table)
     repeats = table[tuple(cells.T)]
@@ -435,9 +435,9 @@ def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | N
     """Return the 95 % confidence intervals of all metrics for clustered patches.
 
     The intervals come from a jackknife over images. The matching of clusters to classes depends on
-    the labels of the scored images, so it is repeated for each left-out image. "miou_majority" has
-    no interval, because one image can change the majority class of a cluster. The score can then
-    change by more than half the width of a jackknife interval.
+    the labels of the scored images, so the matching is repeated for each left-out image.
+    "miou_majority" has no interval, because one image can change the majority class of a cluster. A
+    single image can thus change the score by more than half the width of a jackknife interval.
 
     Args:
         table: Contingency table of the pixels of all images.
@@ -490,8 +490,8 @@ def _estimate_limit(table: Table) -> Scores:
 def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
     """Return a confidence interval that contains a score and its bias-corrected value.
 
-    It begins `jackknife.margin` below the smaller of the two values, and ends `jackknife.margin`
-    above the larger one. It is clipped to the possible values of the metric `name`.
+    The interval extends from `jackknife.margin` below the smaller value to `jackknife.margin` above
+    the larger value. The interval is clipped to the range of the metric `name`.
     """
     center = jackknife.value + jackknife.correction
     return _span_interval(name, jackknife, center, jackknife.margin)
@@ -502,8 +502,8 @@ def _span_interval(
 ) -> Interval | None:
     """Return the smallest interval that covers two intervals.
 
-    The first is the score of `jackknife` plus or minus its margin. The second is `center` plus or
-    minus `margin`. The result is clipped to the possible values of the metric `name`.
+    The first interval is the score of `jackknife` plus or minus its margin. The second interval is
+    `center` plus or minus `margin`. The result is clipped to the range of the metric `name`.
     """
     low = min(jackknife.value - jackknife.margin, center - margin)
     high = max(jackknife.value + jackknife.margin, center + margin)

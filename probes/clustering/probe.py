@@ -177,8 +177,8 @@ class Clustering(Probe):
     def _require_at_most(self, most: int, classes: int, items: str, advice: str) -> None:
         """Raise a ConfigurationError if there would be more clusters than items to cluster.
 
-        `most` is the number of items, which are images or patches. The error message calls them
-        `items`, and ends with `advice`, which says how to get more of them.
+        `most` is the number of items, which are images or patches. In the error message, `items`
+        names the images or patches, and `advice` says how to get more.
         """
         if (clusters := max(self.cluster_factors) * classes) > most:
             raise ConfigurationError(
@@ -371,8 +371,8 @@ class Clustering(Probe):
     ) -> Iterator[Score]:
         """Yield the scores of all metrics for one block, facet and number of clusters per class.
 
-        `cell` is the block and the facet (kind of feature), and `factor` is the number of clusters
-        per class. `table` is the contingency table, and `intervals` are given by metric.
+        `cell` is a pair of a block and a facet (kind of feature), and `factor` is the number of
+        clusters per class. `intervals` contains the interval of each metric.
         """
         baselines = image_independent_baselines(table, self.metrics(factor))
         more = {
@@ -430,8 +430,8 @@ def draw_patches(total: int, most: int, seed: int) -> Int64[Tensor, " chosen"]:
 def unit_patches(features: Features, cell: LayerFacet) -> Float[Tensor, "patches dim"]:
     """Return the L2-normalised features of all patches of a batch, for one block and facet.
 
-    `cell` is the block and the facet (kind of feature), such as keys. The patches of an image are
-    in row-major order.
+    `cell` is a pair of a block and a facet (kind of feature, such as keys). The patches of an image
+    are in row-major order.
     """
     layer, facet = cell
     return unit_vectors(features[layer][facet].flatten(0, 2))
@@ -440,9 +440,9 @@ def unit_patches(features: Features, cell: LayerFacet) -> Float[Tensor, "patches
 def nearest_centers(
     unit: Float[Tensor, "patches dim"], centers: Sequence[Float[Tensor, "_centers dim"]]
 ) -> Int32[Tensor, "kmeans patches"]:
-    """Return the index of the center that is nearest to each patch, for each k-means model.
+    """For each k-means model, return the index of the center that is nearest to each patch.
 
-    If several centers are equally near, the first one is returned.
+    If several centers are equally near to a patch, the index of the first center is returned.
     """
     joined = torch.cat([*centers])
     # Instead of |x - c|^2, this computes x c - |c|^2 / 2, because |x|^2 is equal for all centers.
@@ -454,7 +454,7 @@ def nearest_centers(
 class PatchLabels(NamedTuple):
     """The number of pixels of each class in each patch, as a sparse list of (patch, class) pairs.
 
-    Pairs without pixels are left out.
+    A pair is left out if the patch has no pixel of the class.
 
     Attributes:
         patches: Index of the patch in each pair. The patches of all images are numbered
@@ -504,7 +504,7 @@ def patch_contingency(
 ) -> tuple[Table, csr_array]:
     """Count the pixels in each pair of a cluster and a class.
 
-    `labels` contains the pixel counts of each patch, and `clusters` contains its cluster.
+    For each patch, `labels` contains the pixel counts, and `clusters` contains the cluster.
 
     Returns:
         The contingency table of all images, and a matrix with the flattened table of each image as

@@ -1,7 +1,7 @@
 """Record the inputs and outputs of transformer blocks in float64, and split the blocks into parts.
 
-`record_blocks` runs the encoder. `decompose_block` splits a block into norms, attention and MLP. It
-returns these parts only if they reproduce the output of the block.
+`record_blocks` runs the encoder. `decompose_block` splits a block into norms, attention and MLP,
+but only if these parts reproduce the output of the block.
 """
 
 import copy
@@ -88,8 +88,8 @@ class SoftmaxAttention:
 class PreNormBlock:
     """A pre-norm transformer block, split into its parts.
 
-    The block computes y = x + attention(norm1(x)), and then y + mlp(norm2(y)). Blocks without skip
-    connections leave out "x +" or "y +".
+    The block computes y = x + attention(norm1(x)), and then y + mlp(norm2(y)). A block without one
+    of the two skip connections leaves out "x +" or "y +".
 
     Attributes:
         graying: Function that computes x from the input tokens. In most blocks, it is the identity.
@@ -207,7 +207,7 @@ def record_blocks(
 def _copy_module(module: nn.Module) -> nn.Module:
     """Return a deep copy of a module, even if some of its tensors are results of autograd.
 
-    `copy.deepcopy` alone fails for such tensors. The copy contains detached versions of them.
+    `copy.deepcopy` fails for results of autograd. The copy therefore contains detached tensors.
     """
     detached = {
         id(leaf): leaf.detach()
@@ -278,7 +278,7 @@ def _find_submodule(block: nn.Module, names: Sequence[str]) -> Any:
 def _make_unbatched(*functions: Any) -> Function:
     """Chain functions into one function of the tokens of a single image.
 
-    The given functions are called one after the other, with a batch that contains only this image.
+    The given functions are called one after the other with a batch of one image.
     """
 
     def run_chain(tokens: Tensor) -> Tensor:
@@ -293,8 +293,8 @@ def _make_unbatched(*functions: Any) -> Function:
 def find_mismatch(function: Function, tokens: Tensor, expected: Tensor) -> str:
     """Compare the output of a function with the expected output, and describe the difference.
 
-    The result is the end of an error message, such as "which gives a different output". It is an
-    empty string if both outputs agree up to rounding. `tokens` is the input of the function.
+    Return the end of an error message, such as "which gives a different output". If both outputs
+    agree up to rounding, return an empty string. `tokens` is the input of the function.
     """
     # A layer of unknown type can raise any exception.
     try:
@@ -312,8 +312,8 @@ def _expose_attention(
 ) -> tuple[SoftmaxAttention | None, str]:
     """Build a `SoftmaxAttention` from the weights of an attention layer.
 
-    If this is impossible, return None and the reason. Otherwise, the second result is an empty
-    string. The caller must check that the `SoftmaxAttention` reproduces the output of the layer.
+    Return the `SoftmaxAttention` and an empty string, or None and the reason why there is none. The
+    caller must check that the `SoftmaxAttention` reproduces the output of the layer.
     """
     attention: Any = layer
     if isinstance(layer, nn.MultiheadAttention) and attention.in_proj_weight is not None:

@@ -1,7 +1,7 @@
-"""Compute or bound the singular values of the Jacobians of a transformer block.
+"""Compute or bound the singular values of a transformer block's Jacobians.
 
 `block_functions` returns the functions to differentiate. `exact_spectra` computes all singular
-values of their Jacobians. `lanczos_bounds` bounds the smallest and the largest singular value by
+values of each Jacobian. `lanczos_bounds` bounds the extreme singular values of each Jacobian by
 Lanczos iterations.
 """
 
@@ -29,21 +29,19 @@ _FAILURE = 0.05
 def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]]:
     """Return the parts of a block whose Jacobians are scored, as functions of tokens.
 
-    The keys of the result are the names of the functions, which are called facets. The values are
-    pairs of a function and the tokens for its Jacobian. The functions are:
+    The keys of the result are the names of the functions, which are called facets. Each value is a
+    pair of a function and the tokens at which its Jacobian is computed. The functions are:
 
-    - "attention" and "mlp" map the normed tokens to the output of the attention or the MLP. Their
-      Jacobians are K and K-hat in equation 7 of the paper "Cutting the Skip".
-    - "attention_skip" adds the normed tokens to the output of the attention. Its Jacobian is the
-      K + I of equation 8.
-    - "block" is the original block with its norms and skips.
-    - "dominant" and "perturbation" have the Jacobians B and E of K = B + E in proposition 2. B
-      keeps the attention matrices fixed and differentiates the values. E keeps the values fixed and
-      differentiates the attention matrices. B and E are sums over the heads. They contain the scale
-      1 / sqrt(head width) of the layer, which the paper omits.
+    - "attention" and "mlp" map the normed tokens to the output of the attention or of the MLP, and
+      have the Jacobians K and K-hat in equation 7 of the paper "Cutting the Skip".
+    - "attention_skip" is the attention plus the identity, and has the Jacobian K + I in equation 8.
+    - "block" is the original block with its norms and skip connections.
+    - "dominant" and "perturbation" have the Jacobians B and E of K = B + E in proposition 2. B is
+      the derivative with fixed attention matrices. E is the derivative with fixed values. B and E
+      are sums over the heads, and contain the scale 1 / sqrt(head width), which the paper omits.
 
-    A facet is left out if the block cannot be split into the parts that the facet needs. "block" is
-    left out if calling the block alone does not reproduce its output in the encoder.
+    A facet is left out if the block cannot be split into the parts that the facet needs. The facet
+    "block" is left out if calling the block alone does not reproduce its output in the encoder.
 
     Source: "Cutting the Skip", equations 7, 8 and 10, proposition 2 and appendix A.1.
     """
@@ -109,8 +107,8 @@ def rank_details(values: Float64[Tensor, " values"]) -> dict[str, Any]:
     """Return the rank of a square matrix, and its condition number without zero singular values.
 
     The condition number without zeros is the ratio of the largest to the smallest nonzero singular
-    value. It is useful for singular matrices, whose condition number is infinite. Singular values
-    that are 0 up to rounding count as zeros.
+    value. This ratio is useful for singular matrices, whose condition number is infinite. Singular
+    values that are 0 up to rounding count as zeros.
 
     Args:
         values: All singular values of the matrix, in descending order.
@@ -159,8 +157,8 @@ class SingularValueBounds:
     def condition_number_at_least(self) -> float:
         """Return a lower bound of the condition number of the matrix.
 
-        The bound holds for every start vector of the Lanczos iterations. It is infinite if the
-        iterations show that the matrix is singular.
+        The lower bound holds for every start vector of the Lanczos iterations. The lower bound is
+        infinite if the iterations show that the matrix is singular.
         """
         ends = torch.tensor([self.largest, self.smallest], dtype=torch.float64)
         return float(condition_number(ends, self.size))
@@ -169,7 +167,7 @@ class SingularValueBounds:
     def condition_number_at_most(self) -> float:
         """Return an upper bound of the condition number of the matrix.
 
-        The bound holds for at least 95 % of all random start vectors of the Lanczos iterations.
+        The upper bound holds for at least 95 % of all random start vectors.
         """
         ends = [self.largest_at_most, self.smallest_at_least]
         return float(condition_number(torch.tensor(ends, dtype=torch.float64), self.size))
@@ -216,8 +214,7 @@ class LinearMap:
 def jacobian_map(function: Function, x: Tokens) -> LinearMap:
     """Return the Jacobian of a function at the tokens `x`, as a linear map of flattened tokens.
 
-    The matrix of the Jacobian is never computed. The map uses Jacobian-vector and vector-Jacobian
-    products.
+    The linear map computes Jacobian-vector and vector-Jacobian products, and never the full matrix.
     """
 
     def flat_function(vector: Tensor) -> Tensor:
@@ -239,10 +236,10 @@ def bound_singular_values(
 ) -> SingularValueBounds:
     """Bound the smallest and the largest singular value of a matrix A by Lanczos iterations.
 
-    The iterations start from a random vector. k steps give a bidiagonal k x k matrix B, whose
-    singular values lie between the smallest and the largest singular value of A. The condition
-    number of B is therefore a lower bound of the condition number of A. There is also an upper
-    bound. It is finite only if the condition number of A is at most about k / 5.
+    From a random start vector, k iterations give a bidiagonal k x k matrix B, whose singular values
+    lie between the smallest and the largest singular value of A. The condition number of B is
+    therefore a lower bound of the condition number of A. The upper bound is finite only if the
+    condition number of A is at most about k / 5.
 
     Args:
         matrix: The matrix A.
@@ -252,7 +249,7 @@ def bound_singular_values(
             the smallest singular value.
 
     Source: the bounds are theorem 4.2 of Kuczynski and Wozniakowski, "Estimating the largest
-    eigenvalue by the power and Lanczos algorithms with a random start", 1992. The theorem is
+    eigenvalue by the power and Lanczos algorithms with a random start", 1992. Theorem 4.2 is
     applied to A^T A and to ||A||^2 I - A^T A. The effective rank uses the quadrature of Golub and
     Meurant, "Matrices, Moments and Quadrature", 1994.
     """
@@ -293,9 +290,9 @@ def _estimate_effective_rank(
 ) -> float:
     """Estimate the effective rank of a matrix from Lanczos iterations, by quadrature.
 
-    The effective rank is exp(log S - T / S). S is the sum of all singular values s of the matrix,
-    and T is the sum of s log s. Both sums are estimated by quadrature, with the nodes `values` and
-    the weights `weights`. `size` is the number of rows of the matrix.
+    The effective rank is exp(log S - T / S), where S is the sum of all singular values s of the
+    matrix, and T is the sum of s log s. S and T are estimated by quadrature, with the nodes
+    `values` and the weights `weights`. `size` is the number of rows of the matrix.
     """
     total = size * (weights * values).sum()
     if not total > 0:

@@ -1,8 +1,8 @@
 """Conditioning: how close to singular are the matrices and Jacobians of each block?
 
 The probe runs a float64 copy of the encoder on a few images (`decomposition.py`), scores its blocks
-(`scores.py`, `jacobians.py`) and draws a figure. With `probe.protocol=checkpoints`, it compares two
-encoders.
+(`scores.py`, `jacobians.py`) and draws a figure. The setting `probe.protocol=checkpoints` compares
+two encoders.
 """
 
 import math
@@ -55,9 +55,9 @@ SPECTRA_ENDING, CKA_ENDING = "-spectra.npz", "-cka.npy"
 class Conditioning(Probe):
     """A probe that measures how close to singular the matrices and Jacobians of each block are.
 
-    It scores condition numbers, effective ranks, cosine similarities of tokens, Jacobian norms and
-    the CKA (similarity) of tokens in different blocks. All computations are in float64. All scores
-    except CKA are medians over images and heads.
+    The scores are condition numbers, effective ranks, cosine similarities of tokens, Jacobian norms
+    and the CKA (similarity) of tokens in different blocks. All computations are in float64. All
+    scores except CKA are medians over images and heads.
 
     Attributes:
         protocol: What is scored. "spectra": the attention matrices, the outputs of attention and
@@ -123,7 +123,7 @@ class Conditioning(Probe):
         # the other settings are known.
         if self.protocol == "checkpoints" and self.compare_to is None:
             raise ConfigurationError(
-                "probe.protocol=checkpoints compares two encoders, but the second one is not set",
+                "probe.protocol=checkpoints compares two encoders, but probe.compare_to is not set",
                 hint=("probe.compare_to={checkpoint}",),
             )
         return dataset.images()
@@ -156,7 +156,7 @@ class Conditioning(Probe):
         return {f"{self._file_stem(layers, seed)}{end}": layers for end in (".png", *arrays)}
 
     def _file_stem(self, layers: Sequence[int], seed: int) -> str:
-        """Return the common beginning of the paths of a run's output files.
+        """Return the path prefix that all output files of a run share.
 
         The path is relative to the output folder, `ProbeContext.artifacts`.
         """
@@ -167,7 +167,7 @@ class Conditioning(Probe):
         """Yield the scores of one block after the other, then draw the figure.
 
         A score is NaN if it cannot be computed, for example because a block cannot be split into
-        its parts. The details of the score then state the reason.
+        its parts. The details of a NaN score state the reason.
         """
         self.check_encoder(context.encoder)
         if self.at_initialisation:
@@ -212,11 +212,11 @@ class Conditioning(Probe):
     def _score_spectra(
         self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix
     ) -> Iterator[Score]:
-        """Yield the scores that describe the spectra of attention matrices and of outputs.
+        """Yield the scores of attention matrices, attention outputs and MLP outputs.
 
-        The outputs are those of the attention and of the MLP. Then save all singular values and the
-        matrix of CKA between all blocks as files. The paths of the files begin with `stem`.
-        `records` contains the inputs and outputs of the blocks.
+        After the last score, save all singular values and the CKA of all pairs of blocks to files.
+        The paths of these files begin with `stem`. `records` contains the inputs and outputs of the
+        blocks.
         """
         spectra: dict[str, Any] = {}
         for layer in context.progress(records, "blocks", len(records)):
@@ -247,9 +247,9 @@ class Conditioning(Probe):
     def _compare_encoders(
         self, context: ProbeContext, samples: Sequence[Sample], records: BlockRecords
     ) -> tuple[list[Score], CkaMatrix]:
-        """Score the CKA of each block with the block of the same index in the other encoder.
+        """Score the CKA of each block with the block of the same index in a second encoder.
 
-        Return the scores, and the CKA of each block with every block of the other encoder.
+        Return the scores, and the CKA of each block with every block of the second encoder.
         """
         encoder, other = context.encoder, load_encoder(str(self.compare_to))
         if _name_and_id(other) != self._compared_encoder:
@@ -264,8 +264,8 @@ class Conditioning(Probe):
         if counts[0] != counts[1]:
             raise ConfigurationError(
                 f"{encoder.name} has {counts[0]} tokens and {other.name} has {counts[1]}, but CKA "
-                "needs equal numbers. Set probe.compare_to to an encoder with the same patch size "
-                "and number of registers"
+                "needs equal numbers of tokens. Set probe.compare_to to an encoder with the "
+                "same patch size and number of registers"
             )
         cka = cka_matrix(outputs, other_outputs, other.name)
         details = {"other": other.name, "other_sha256": other.sha256}
@@ -302,8 +302,8 @@ class Conditioning(Probe):
                 ", ".join(dict.fromkeys(str(cell[n]) for cell in cells)) for n in (0, 1)
             )
             context.say(
-                f"conditioning: {context.encoder.name}, block {layers}: no number for {facets}: "
-                f"{reason}"
+                f"conditioning: {context.encoder.name}, block {layers}: no score for {facets}. "
+                f"Reason: {reason}"
             )
         for score in finished:
             if np.isnan(score.value) and score.details["undefined"] == EQUAL_TOKENS:
@@ -362,9 +362,9 @@ def _append_ending(stem: Path, ending: str) -> Path:
 def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix | None) -> None:
     """Save a figure with a chart for each metric, plotted against the block index.
 
-    In each chart, each facet (part of a block, such as its MLP) has a line with a 95 % confidence
-    band. Infinite values are marked at the top of a chart. If a matrix of CKA is given, it has its
-    own chart.
+    Each chart has one line with a 95 % confidence band for each facet (part of a block, such as its
+    MLP). Infinite values are marked at the top of a chart. An additional chart shows the matrix
+    `cka`, unless `cka` is None.
     """
     # pyplot is not used, because it would change the backend and the open figures of the caller.
     from matplotlib.figure import Figure
@@ -395,7 +395,7 @@ def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix 
 def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> None:
     """Draw the chart of one metric.
 
-    `facets` contains the facets (parts of a block, such as its MLP) of all charts. Each of them has
+    `facets` contains the facets (parts of a block, such as its MLP) of all charts. Each facet has
     the same colour in all charts.
     """
     metric = scores[0].metric

@@ -82,7 +82,7 @@ def make_score(
     num_images: int,
     details: Mapping[str, Any],
 ) -> Score:
-    """Return a `Score` without a unit. If it is NaN, the details of the score state the reason."""
+    """Return a `Score` without a unit. The details of a NaN score state the reason."""
     if np.isnan(value):
         reasons = [_UNDEFINED[name] for name in _UNDEFINED if metric.startswith(name)]
         details = {**({"undefined": reasons[0]} if reasons else {}), **details}
@@ -92,8 +92,8 @@ def make_score(
 def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
     """Return a score with the median of a metric over images and heads.
 
-    `numbers` contains the values for all images and heads. They and all further keyword arguments
-    are stored in the details of the score.
+    `numbers` contains the values for all images and heads. The details of the score contain
+    `numbers` and all further keyword arguments.
     """
     value, ci95 = median_with_ci95(numbers)
     more = {"per_image": numbers.tolist(), **details}
@@ -106,11 +106,11 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
     """Return the median of all values of all images, and its 95 % interval from the sign test.
 
     `numbers` contains the values of each image. Infinity counts as larger than all other numbers.
-    Each end of the interval is the median of one image. If the median of all values lies outside,
-    the interval is extended to it. The interval makes no assumption about the distribution. With
-    two to eight images, it extends from the smallest to the largest median of an image. It then
-    contains the true median with a probability of 1 - 2^(1 - images), which is below 95 % for fewer
-    than six images.
+    Each end of the interval is the median of one image. If the median of all values lies outside
+    the interval, the interval is extended to this median. The interval makes no assumption about
+    the distribution. With two to eight images, the interval extends from the smallest to the
+    largest median of an image. Such an interval contains the true median with a probability of 1 -
+    2^(1 - images), which is below 95 % for fewer than six images.
 
     Returns:
         The median and its interval. If any number is NaN, the median is NaN and the interval is
@@ -136,10 +136,10 @@ def spectra_scores(
     """Score the attention matrices of one block, and the outputs of its attention and MLP.
 
     Scores are grouped by facet (kind of matrix). The facet "attention_matrix" has one matrix for
-    each head. "attention" and "mlp" are the token matrices that attention and MLP output.
-    "attention_skip" and "mlp_skip" are these outputs plus the tokens before attention or MLP, even
-    if the encoder has no such skip connection. `records` contains the input and output of the block
-    for each image.
+    each head. The facets "attention" and "mlp" are the output tokens of attention and MLP. The
+    facets "attention_skip" and "mlp_skip" are the outputs plus the tokens before attention or MLP,
+    even if the encoder has no such skip connection. `records` contains the input and output of the
+    block for each image.
 
     Returns:
         The scores, and the singular values of each facet. A facet is left out if the block cannot
@@ -168,9 +168,9 @@ def spectra_scores(
 
 
 def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
-    """Return the matrices of one block for one image. The keys are the kinds of matrices.
+    """Return the matrices of one block for one image, by kind of matrix.
 
-    "attention_matrix" has one matrix for each head. The other kinds have one matrix, which contains
+    The kind "attention_matrix" has one matrix for each head. Each other kind has one matrix with
     the output tokens of attention or MLP, with or without the skip connection. The dictionary is
     empty if the block cannot be split into its attention and its MLP.
     """
@@ -191,8 +191,8 @@ def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads 
 def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str, Any]:
     """Return the median spectrum of some matrices, as details to store with a score.
 
-    The singular values of each matrix are divided by the largest one. The median over images and
-    heads is then taken at each position in the sorted singular values. At most `_STORED_VALUES`
+    The singular values of each matrix are divided by the largest one. For each position in the
+    sorted singular values, the median is then taken over images and heads. At most `_STORED_VALUES`
     evenly spaced positions are returned, together with their indices.
     """
     largest = values[..., :1]
@@ -206,7 +206,7 @@ def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str
 def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
     """Return the mean cosine similarity over all pairs of different tokens, in [-1, 1].
 
-    The cosine with a token of zeros is 0. The mean is NaN for a single token.
+    The cosine similarity to a token of zeros is 0. The mean is NaN if there is only one token.
     """
     unit = unit_vectors(tokens.double())
     count = len(tokens)
@@ -220,11 +220,11 @@ def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
 def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]:
     """Score the mean logarithm of the condition numbers of tokens before and after attention.
 
-    There are two facets (kinds of token matrices). The facet "before" contains the tokens that the
-    norm before attention receives. In a block with token graying, these are the grayed tokens. The
-    facet "after" is the sum of "before" and the output of attention. For each image, the logarithms
-    are averaged over blocks 0 to the scored layer. The score is the median over images. A layer is
-    left out if it or an earlier block cannot be split into its parts.
+    The facet (kind of token matrix) "before" contains the input of the norm before attention. In a
+    block with token graying, "before" contains the grayed tokens. The facet "after" is the sum of
+    "before" and the output of attention. For each image, the logarithms are averaged over blocks 0
+    to the scored block. The score is the median of these averages over images. A block has no score
+    if the block or an earlier block cannot be split into its parts.
 
     Args:
         layers: Indices of the blocks to score.
@@ -261,7 +261,7 @@ def _log_condition_numbers(record: BlockRecord) -> list[float]:
 
 
 def exact_scores(layer: int, records: Sequence[BlockRecord]) -> list[Score]:
-    """Score the Jacobians of one block, after computing all of their singular values.
+    """Score the Jacobians of one block from all of their singular values.
 
     `records` contains the input and output of the block for each image.
     """
@@ -282,7 +282,7 @@ def exact_scores(layer: int, records: Sequence[BlockRecord]) -> list[Score]:
 def lanczos_scores(
     layer: int, records: Sequence[BlockRecord], steps: int, seed: int
 ) -> list[Score]:
-    """Score the Jacobians of one block, after bounding their singular values.
+    """Score the Jacobians of one block from bounds of their singular values.
 
     The bounds come from `steps` Lanczos iterations, whose start vectors depend on `seed`. `records`
     contains the input and output of the block for each image.
@@ -310,8 +310,9 @@ def _term_scores(
     """Score the spectral norms of the two terms of the attention Jacobian, and their ratio.
 
     The term "dominant" is the derivative with fixed attention matrices, and "perturbation" is the
-    derivative with fixed values. The ratio is perturbation / dominant. `norms` contains the norms
-    of each term for all images. `suffix` is appended to the names of the metrics.
+    derivative with fixed values. The ratio is the "perturbation" norm divided by the "dominant"
+    norm. `norms` contains the norms of each term for all images. `suffix` is appended to the names
+    of the metrics.
     """
     if "perturbation" not in norms:
         return []
@@ -378,8 +379,8 @@ def cka_matrix(
 ) -> CkaMatrix:
     """Compute the linear CKA for each pair of a block in `rows` and a block in `columns`.
 
-    Both arguments are dictionaries from the names of blocks to their tokens. `other` is the name of
-    the encoder of `columns`, if it is another encoder.
+    `rows` and `columns` are dictionaries from block names to tokens. If the blocks in `columns`
+    belong to another encoder, `other` is the name of this encoder.
     """
     values = np.array([[linear_cka(x, y) for y in columns.values()] for x in rows.values()])
     return CkaMatrix(values, list(rows), list(columns), other)
@@ -389,12 +390,12 @@ def linear_cka(x: Tokens, y: OtherTokens) -> float:
     """Return the linear CKA between two representations `x` and `y` of the same tokens, in [0, 1].
 
     The tokens of all images are compared together. The CKA does not change if `x` or `y` is rotated
-    or scaled. It is biased upwards if there are few tokens. For n independent Gaussian tokens of
-    dimension d, it is about d / (n + d), not 0. It is NaN if all tokens of `x` or all tokens of `y`
-    are equal.
+    or scaled. The CKA is biased upwards if there are few tokens. For n independent Gaussian tokens
+    of dimension d, the CKA is about d / (n + d), not 0. The CKA is NaN if all tokens of `x` or all
+    tokens of `y` are equal.
 
-    Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", 2019. The
-    equation is the last one of section 3.
+    Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", 2019, last
+    equation of section 3.
     """
     x, y = _centre(x).flatten(0, 1), _centre(y).flatten(0, 1)
     if not x.any() or not y.any():
@@ -406,8 +407,7 @@ def linear_cka(x: Tokens, y: OtherTokens) -> float:
 def linear_cka_ci95(x: Tokens, y: OtherTokens) -> Interval | None:
     """Return the 95 % confidence interval of the linear CKA of two representations.
 
-    The interval comes from a jackknife over images of the logit of the CKA, and is corrected for
-    bias.
+    The interval comes from a jackknife over images on the logit scale, and is corrected for bias.
 
     Returns:
         The interval. It is None for a single image, if all tokens are equal, and if the CKA is 1.

@@ -1,7 +1,7 @@
 """Train linear heads that predict the depth of each pixel.
 
 A head computes the logits of 256 depth bins for each patch. The depths of the bins are evenly
-spaced. The depth of a pixel is the mean depth of the bins, weighted by their positive logits.
+spaced. The predicted depth of a pixel is the mean over the bins, weighted by their positive logits.
 
 A *source* is one layer, or several layers whose channels are concatenated. Each source has one head
 for each learning rate.
@@ -61,8 +61,8 @@ class TrainingDepths:
 class DepthHeads:
     """Linear heads that predict depth, one for each pair of a source and a learning rate.
 
-    A source is a group of blocks whose concatenated features a head receives. A head computes a
-    logit for each of several depth bins.
+    A source is a group of blocks whose concatenated features are the input of a head. A head
+    computes a logit for each of several depth bins.
 
     Attributes:
         weight: Weights for the channels of the patch, followed by those for the channels of the
@@ -127,7 +127,7 @@ class HeadTraining:
     ) -> DepthHeads:
         """Train a head for each pair of a source (group of layers) and a learning rate.
 
-        The heads of a source do not depend on the other sources.
+        The heads of one source do not depend on the heads of other sources.
 
         Args:
             features: Features and depth maps of all training images.
@@ -210,7 +210,7 @@ class HeadTraining:
         return DepthHeads(weight, bias, bins, constant_channels, time.monotonic() - start)
 
     def is_known(self, depth: Float[Tensor, "*some"]) -> Bool[Tensor, "*some"]:
-        """Return whether each depth is known, which means that it lies between the bounds."""
+        """Return whether each depth is known (lies between the bounds)."""
         return (depth > self.bounds[0]) & (depth < self.bounds[1])
 
 
@@ -270,10 +270,10 @@ def decode_depth(
 class PositiveSums(torch.autograd.Function):
     """An autograd function that upsamples logits of depth bins, and sums them over the bins.
 
-    It computes two sums for each pixel. The first is the sum of positive logit * depth of the bin,
-    and the second is the sum of the positive logits. The result is ordered by cells. A cell is the
-    area between the centres of four patches. The logits of its pixels are interpolated from these
-    patches.
+    For each pixel, the function computes two sums over the bins. The first sum adds up positive
+    logit * depth of the bin, and the second sum adds up the positive logits. The pixels of the
+    result are ordered by cells. A cell is the area between the centres of four patches, from which
+    the logits in the cell are interpolated.
 
     To save memory, upsampled logits are computed in pieces, and computed again in the backward
     pass. For one head and an image of 37 x 37 patches, all upsampled logits would take 22 MB.
@@ -310,7 +310,7 @@ class PositiveSums(torch.autograd.Function):
 def _corners(
     padded: Float[Tensor, "maps tall wide bins"], maps: slice, rows: slice
 ) -> list[Float[Tensor, "some_maps some_rows cell_cols bins"]]:
-    """Return the values at the upper left, upper right, lower left and lower right of some cells.
+    """Return the values at the upper left, upper right, lower left and lower right cell corners.
 
     A cell is the area between the centres of four patches, which are its corners. `maps` selects
     maps, and `rows` selects rows of cells. The results are tensor views of `padded`.
@@ -326,7 +326,7 @@ def _upsample(
 
     A piece has at most `PIECE_BYTES` bytes, unless a single row of cells is larger. A cell is the
     area between the centres of four patches. For each piece, yield the slices of its maps and of
-    its rows of cells. Also yield its upsampled logits, with negative logits replaced by 0.
+    its rows of cells, and the upsampled logits of the piece with negative logits replaced by 0.
     """
     weights = corner_weights(UPSAMPLING, padded.device).to(padded)
     maps, tall, wide, bins = padded.shape
@@ -351,10 +351,10 @@ def scale_invariant_loss(
     *,
     only_mean: bool = False,
 ) -> Float[Tensor, " rates"]:
-    """Return the scale-invariant loss of each head over the pixels of a batch with a known depth.
+    """For each head, return the scale-invariant loss over all pixels with a known depth.
 
-    The loss is sqrt(var(g) + 0.15 mean(g)^2), where g = ln(depth + 0.001) - ln(target + 0.001). It
-    is 1e-6 if no depth is known.
+    The loss is sqrt(var(g) + 0.15 mean(g)^2), where g = ln(depth + 0.001) - ln(target + 0.001). The
+    loss is 1e-6 if no depth is known.
 
     Args:
         depth: Predicted depth in metres.

@@ -2,9 +2,9 @@
 
 One head is trained for each block and each learning rate, all on the same features of the training
 images. Some training images are held out to select the learning rate. The heads then predict the
-depth of each pixel of the scored images. The scores of these images are averaged.
+depth of each pixel of the scored images, and the metrics are averaged over these images.
 
-The file contains, in this order: settings, training images, scored images, metrics, and figures.
+The sections of this file are: settings, training images, scored images, metrics, and figures.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,8 +84,8 @@ Metrics = Float64[np.ndarray, "images sources rates metrics"]
 class Depth(Probe):
     """A probe that predicts the depth of each pixel with linear heads on the patches of each block.
 
-    The heads of all blocks and all learning rates are trained together, so the encoder processes
-    each image only once. Only the images that are shown in figures are encoded a second time.
+    The heads of all blocks and all learning rates are trained together on stored features. The
+    encoder therefore processes each image only once, except held-out images and drawn images.
 
     Attributes:
         protocol: Name of the preset. "ssl_bench" has the head and the loss of DINOv2.
@@ -179,8 +179,8 @@ class Depth(Probe):
     def metrics(self) -> dict[str, str]:
         """Return the names of the scored metrics, with the depth metric that each of them reports.
 
-        For example, "delta1_holdout" and "delta1_oracle" both report "delta1". They differ in how
-        the learning rate is selected. `UNITS` lists the depth metrics.
+        For example, "delta1_holdout" and "delta1_oracle" both report "delta1", but select the
+        learning rate on different images. `UNITS` lists the depth metrics.
         """
         names = {"delta1_holdout": "delta1"} if self.holdout else {}
         return {**names, "delta1_oracle": "delta1", **{name: name for name in [*UNITS][1:]}}
@@ -188,8 +188,7 @@ class Depth(Probe):
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """Return the groups of layers whose features the heads receive.
 
-        A group consists of one layer, or of several layers whose features are concatenated. Each
-        group is called a source of features.
+        A group consists of one layer, or of several layers whose features are concatenated.
         """
         return group_layers(layers, self.layers_mode)
 
@@ -320,8 +319,9 @@ class DepthRun:
         limit = free_host_memory() / 2 if probe.memory_gib is None else probe.memory_gib * GIB
         is_small = 2 * prod(shape) <= limit
         self.context.say(
-            f"depth: {2 * prod(shape) / GIB:.1f} GiB of features, stored "
-            f"{'in memory' if is_small else 'in a temporary file'} (limit: {limit / GIB:.1f} GiB)"
+            f"depth: {2 * prod(shape) / GIB:.1f} GiB of training features are stored "
+            f"{'in memory' if is_small else 'in a temporary file'} (limit of the memory: "
+            f"{limit / GIB:.1f} GiB)"
         )
         folder = cache_folder(probe.cache) / "features"
         features = (
@@ -351,8 +351,8 @@ class DepthRun:
     def mean_depth(self, depths: Float[Tensor, "images rows cols"]) -> Float[Tensor, "rows cols"]:
         """Return the mean depth map over images, which a baseline predicts for every image.
 
-        At each position, only images with a known depth there are averaged. If there are none, the
-        mean over all positions is used.
+        At each position, the mean is over the images with a known depth at this position. If no
+        image has a known depth at a position, the mean over all positions is used.
         """
         is_known = self.training.is_known(depths)
         mean = (depths * is_known).sum(0) / is_known.sum(0)
@@ -448,13 +448,13 @@ class DepthRun:
         baseline: Float64[np.ndarray, "images metrics"],
         details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Yield the scores of one source, the group of blocks whose features the heads receive.
+        """Yield the scores of one source (group of blocks whose features are the input of a head).
 
-        "delta1_oracle" uses the learning rate with the highest delta1 on the scored images. The
+        "delta1_oracle" uses the learning rate with the highest delta1 on the scored images. All
         other metrics use the learning rate that was selected on held-out images, if there are any.
 
-        `index` is the index of the source, and `head_index` that of the selected learning rate.
-        `metrics` contains the depth metrics of all images, sources and learning rates.
+        `index` is the index of the source, and `head_index` is the index of the selected learning
+        rate. `metrics` contains the depth metrics of all images, sources and learning rates.
         """
         rates = list(self.probe.learning_rates)
         best = int(metrics[:, index, :, 0].mean(0).argmax())
@@ -554,7 +554,7 @@ class EncodedBatch:
 
 def _require_depth(sample: Sample) -> Float32[np.ndarray, "height width"]:
     if sample.depth is None:
-        raise DataError(f"{sample.image_id} has no depth map, expected one for every image. Add it")
+        raise DataError(f"{sample.image_id} has no depth map, but every image needs one. Add it")
     return sample.depth
 
 
@@ -583,7 +583,7 @@ def image_metrics(
 ) -> Float64[Tensor, "heads metrics"]:
     """Return the depth metrics of one image for each head, in the order of `UNITS`.
 
-    For the predicted depth d and the true depth t of the pixels with a known depth, they are:
+    The metrics compare the predicted depth d with the true depth t of pixels with a known depth:
 
     - delta1, delta2, delta3: percentage of pixels with max(d / t, t / d) < 1.25, 1.25^2, 1.25^3.
     - rmse: root of the mean of (d - t)^2.
@@ -613,7 +613,7 @@ def image_metrics(
 def mean_interval(values: Float64[np.ndarray, " images"], unit: str) -> Interval | None:
     """Return the 95 % confidence interval of the mean of non-negative values.
 
-    If the unit is "%", the interval is limited to 100.
+    If the unit is "%", the upper end of the interval is at most 100.
     """
     # `mean_estimate` limits intervals to 100. Values that are no percentages are scaled to [0, 1].
     scale = 1.0 if unit == "%" else float(values.max()) or 1.0
@@ -631,7 +631,7 @@ def draw_depths(
 ) -> None:
     """Save a figure of an image and its depth maps with a common colour scale.
 
-    The heading of the figure states the range of the scale.
+    The heading of the figure states the range of the colour scale.
 
     Args:
         image: The image.

@@ -1,6 +1,6 @@
 """Instance retrieval: which images show the same object or place?
 
-The file contains, in this order: settings, one pass over the images, queries, scores, and figures.
+The sections of this file are: settings, the pass over the images, queries, scores, and figures.
 """
 
 import math
@@ -146,10 +146,10 @@ class Instances(Probe):
         return roles.get(self.protocol, "instances")
 
     def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> "Instances":
-        """Return a copy with the protocol for the dataset, if it is a published retrieval dataset.
+        """For a published retrieval dataset, return a copy with the protocol of the dataset.
 
-        A protocol is a retrieval task with its settings. `chosen_fields` contains the names of the
-        settings that the user has set. These settings do not change.
+        A protocol is a retrieval task with its settings. Settings that the user has set
+        (`chosen_fields`) do not change.
         """
         # If only a part of a dataset is used, its name is followed by a dash or a plus sign.
         protocol = _PROTOCOL_OF_DATASET.get(re.split("[-+]", dataset.name)[0])
@@ -160,19 +160,20 @@ class Instances(Probe):
 
     @property
     def difficulties(self) -> tuple[str, ...]:
-        """Return the levels of difficulty, as suffixes of the metric names such as "_hard".
+        """Return the suffixes of the metric names for all levels of difficulty, such as "_hard".
 
-        The level determines which matching images count as correct. The retrieval task "landmarks"
-        has two levels. Other tasks have one level, with an empty suffix.
+        The level of difficulty determines which matching images count as correct. The retrieval
+        task "landmarks" has two levels of difficulty. Other tasks have one level, with an empty
+        suffix.
         """
         return ("_medium", "_hard") if self.protocol == "landmarks" else ("",)
 
     @property
     def cutoffs(self) -> tuple[int, ...]:
-        """Return the values of k for the metric precision at k.
+        """Return the values of k for the metric precision at k: 1, 5 and 10.
 
-        These are 1, 5 and 10. If the setting `top` is set, only k = 1 is used, because `top` is
-        meant for queries with few matches.
+        If the setting `top` is set, the only value is k = 1, because `top` is meant for queries
+        with few matches.
         """
         return CUTOFFS if self.top is None else CUTOFFS[:1]
 
@@ -180,7 +181,7 @@ class Instances(Probe):
     def copy_names(self) -> tuple[str, ...]:
         """Return a name for each modified copy of an image, such as "jpeg 30" or "crop 0.5".
 
-        Copies are made only if `protocol` is "copies". Otherwise, the result is empty.
+        The tuple is empty unless the setting `protocol` is "copies".
         """
         if self.protocol != "copies":
             return ()
@@ -206,7 +207,7 @@ class Instances(Probe):
         super().check_encoder(encoder)
         if not encoder.has_cls and "cls_gem" in self.facets:
             raise UnsupportedEncoderError(
-                f"{encoder.name} has no [CLS] token, which the facet cls_gem needs",
+                f"{encoder.name} has no [CLS] token, which probe.facet=cls_gem needs",
                 hint=("probe.facet=gem",),
             )
         if not encoder.dynamic_image_size and set(self.scales) != {1.0}:
@@ -248,7 +249,7 @@ class Instances(Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Rank the database images for each query, and yield the scores of all layers and facets.
 
-        A facet is a kind of feature, such as the [CLS] token. Some queries are drawn in figures.
+        A facet is a kind of feature, such as the [CLS] token. Figures show some queries.
 
         Raises:
             DataError: No query has a matching image.
@@ -298,7 +299,7 @@ class Instances(Probe):
     def make_variants(self, image: RGBImage) -> list[RGBImage]:
         """Return a list with an image and its modified copies, in the order of `copy_names`.
 
-        Copies are made only if `protocol` is "copies".
+        Modified copies are made only if the setting `protocol` is "copies".
         """
         copies = self.protocol == "copies"
         jpegs = [jpeg_copy(image, quality) for quality in self.jpeg_qualities if copies]
@@ -382,9 +383,9 @@ class Instances(Probe):
     def _find_queries(
         self, images: ImageSet, annotations: Sequence[tuple[RetrievalTarget | None, int | None]]
     ) -> tuple[list[Query], Indices]:
-        """Return the queries, and the indices of the database images among all descriptors.
+        """Return the queries, and the row of each database image in the matrix of descriptors.
 
-        `annotations` contains the retrieval target and the class of each image.
+        `annotations` contains the annotated matches and the class of each image.
         """
         everything, none = np.arange(len(images)), np.empty(0, np.int64)
         if self.protocol == "class_folders":
@@ -424,8 +425,8 @@ class Instances(Probe):
                 return queries
         raise DataError(
             f"no query of {images.name} {images.split} has a matching image among the selected "
-            "ones. Use all images, or the first images of the dataset, as matching images often "
-            "follow each other",
+            "images. Use all images, or the first images of the dataset, because matching images "
+            "often follow each other",
             hint=("data.limit=null", "or", "data.limit=null", "data.first=200"),
         )
 
@@ -487,9 +488,9 @@ class Instances(Probe):
     def _mean_by_copy(
         self, values: Float64[np.ndarray, "queries metrics"]
     ) -> dict[str, Float64[np.ndarray, " metrics"]]:
-        """Average the scores of all queries that are the same kind of copy, such as "jpeg 30".
+        """Average the scores of the queries for each kind of modified copy, such as "jpeg 30".
 
-        The keys of the result are the names of the copies. It is empty unless `protocol` is
+        The keys of the result are the kinds of copies. The result is empty unless `protocol` is
         "copies".
         """
         step = len(self.copy_names)
@@ -515,7 +516,7 @@ class Instances(Probe):
 
 
 class Thumbnails:
-    """Small versions of images for figures. Each is created when it is first drawn."""
+    """Small versions of images for figures. Each small image is created when it is first drawn."""
 
     def __init__(self, probe: Instances, images: ImageSet) -> None:
         self._probe, self._images = probe, images
@@ -539,9 +540,9 @@ class Thumbnails:
 def compute_descriptors(
     features: Mapping[Facet, Tensor], facet: Facet
 ) -> Float[Tensor, "batch dim"]:
-    """Return the descriptors (feature vectors) of a batch of images from the features of a block.
+    """Compute the descriptors (feature vectors) of a batch of images from the features of a block.
 
-    `facet` is the kind of descriptor, such as "cls_gem".
+    `facet` is the kind of descriptor, such as "patch_mean".
     """
     if facet == "cls":
         return features["cls_normed"]

@@ -1,7 +1,7 @@
 """Rank the images of a database for each query, and score the rankings.
 
-Average precision is the area under the precision-recall curve. It is computed with trapezoids, as
-in python/evaluate.py of https://github.com/filipradenovic/revisitop.
+Average precision is the area under the precision-recall curve. The area is computed with
+trapezoids, as in python/evaluate.py of https://github.com/filipradenovic/revisitop.
 """
 
 import math
@@ -27,8 +27,8 @@ Indices = Int64[np.ndarray, " _images"]
 class Query:
     """A query image, and the images that the search should find.
 
-    All images are given by their row in the matrix of descriptors. Images that are not in the
-    database have no effect.
+    Each image is given by its row in the matrix of descriptors. Matches and ignored images that are
+    not in the database have no effect.
 
     Attributes:
         row: The query image. It is left out when its own ranking is scored.
@@ -48,7 +48,7 @@ class Query:
         """Return a label for each image: 1 if correct, 0 if wrong, and -1 if left out of the score.
 
         If `hard_only` is true, only the hard matches are correct, and the other matches are left
-        out. `num_rows` is the number of images.
+        out of the score. `num_rows` is the number of images.
         """
         labels = np.full(num_rows, _WRONG, np.int8)
         labels[self.matches] = _LEFT_OUT if hard_only else _RIGHT
@@ -59,7 +59,7 @@ class Query:
 
     @property
     def max_left_out(self) -> int:
-        """Return an upper limit for the number of images that are left out of the score."""
+        """Return an upper bound of the number of images that are left out of the score."""
         return 1 + len(self.ignored) + len(self.matches)
 
 
@@ -84,8 +84,9 @@ def rank_database(
 ) -> Iterator[Indices]:
     """Rank the images of the database for each query, by descending cosine similarity.
 
-    Images are given by their row in `unit`. If similarities are equal, the image that comes first
-    in the database ranks first. The query itself is part of its ranking if it is in the database.
+    Each image is given by its row in `unit`. Among images with equal similarities, the image that
+    comes first in the database ranks first. If a query image is in the database, the ranking
+    contains the query image itself.
 
     Args:
         unit: Unit vectors of all images, in float32.
@@ -118,7 +119,7 @@ def score_ranking(
 ) -> QueryScore | None:
     """Score a ranking of the database. Return None if the database contains no correct image.
 
-    All images are given by their row in the matrix of descriptors.
+    Each image is given by its row in the matrix of descriptors.
 
     Args:
         ranked: Images of the database in the order of their ranks.
@@ -158,8 +159,7 @@ def average_precision(ranks: Indices, num_right: int) -> float:
 def precision_at(ranks: Indices, num_right: int, k: int) -> float:
     """Return the fraction of correct images among the first k images of a ranking.
 
-    If all correct images are among the first k, only the images up to the last correct one count,
-    as in the code of revisitop.
+    Images after the last correct image do not count, as in the code of the benchmark revisitop.
 
     Args:
         ranks: Ranks of the correct images that were found, counted from 0, in ascending order.
@@ -175,10 +175,10 @@ def precision_at(ranks: Indices, num_right: int, k: int) -> float:
 def expected_average_precision(num_images: int, num_right: int, top: int | None = None) -> float:
     """Return the expected average precision of a random ranking.
 
-    It is the mean over all orders of N images, R of them correct. If ranks start at 0, an image at
-    rank r is correct with probability R / N. If it is, each of the r images before it is correct
-    with probability (R - 1) / (N - 1). `top` is the number of ranked images that are
-    scored, or None for all.
+    The expected value is the mean over all orders of N images, of which R images are correct. The
+    image at rank r (counted from 0) is correct with probability R / N. If the image at rank r is
+    correct, each of the r images before it is correct with probability (R - 1) / (N - 1). `top` is
+    the number of ranked images that are scored, or None for all.
     """
     ranks = np.arange(num_images if top is None else min(top, num_images))
     share_before = (num_right - 1) / max(1, num_images - 1)
@@ -191,9 +191,10 @@ def expected_average_precision(num_images: int, num_right: int, top: int | None 
 def expected_precision(num_images: int, num_right: int, k: int) -> float:
     """Return the expected precision among the first k images of a random ranking.
 
-    R of the N images are correct. Among the first k, the expected fraction of correct images is R /
-    N. However, if the last correct image has a rank L < k (counted from 1), the precision is R / L
-    instead of R / k. The probability of this L is C(L - 1, R - 1) / C(N, R).
+    If R of the N images are correct, the expected fraction of correct images among the first k is R
+    / N. However, if the last correct image has a rank L < k (counted from 1), the precision is R /
+    L instead of R / k. The last correct image has the rank L with probability C(L - 1, R - 1) /
+    C(N, R).
     """
     expected = num_right / num_images
     for last in range(num_right, min(k, num_images + 1)):

@@ -1,6 +1,6 @@
 """Tracking: do the patches of a block find an object again in later frames of a video?
 
-The file contains, in this order: settings, one pass over the frames of each video, the masks of a
+The sections of this file are: settings, the pass over the frames of each video, the masks of a
 video in one block, and the scores of a block.
 """
 
@@ -130,8 +130,8 @@ class Tracking(Probe):
         """Return a copy with `truth="none"` if the first video has no mask that can be scored.
 
         The masks of the first and the last frame are never scored. The probe is returned unchanged
-        if another frame has a mask, if the user has set `truth`, or if the video does not list its
-        frames. `chosen_fields` contains the names of the settings that the user has set.
+        if any other frame has a mask, if the user has set `truth`, or if the video does not list
+        its frames. `chosen_fields` contains the names of the settings that the user has set.
         """
         frames = dataset.val()[0].frames
         if "truth" in chosen_fields or frames is None:
@@ -183,8 +183,8 @@ class Tracking(Probe):
     def figure_paths(self, layer: int, facet: Facet, video: str) -> tuple[str, str]:
         """Return the paths of the two figures of a video, relative to `ProbeContext.artifacts`.
 
-        The first figure shows some of the frames side by side. The second is an animation. `video`
-        is the id of the video.
+        The first figure shows some of the frames side by side, and the second figure is an
+        animation. `video` is the id of the video.
         """
         name = f"block{layer:02d}_{facet}/{figure_file_name(video)}"
         return f"{self.folder}/{name}", f"{self.folder}-animated/{name}"
@@ -193,7 +193,7 @@ class Tracking(Probe):
     def folder(self) -> str:
         """Return the name of the folder for figures.
 
-        It consists of the name of the preset and the settings that the user has changed.
+        The folder name consists of the preset's name and the settings that the user has changed.
         """
         changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
         return "_".join([self.protocol, *changed])
@@ -331,7 +331,7 @@ class Tracking(Probe):
         """Return the path of the file with the predicted mask of a frame.
 
         The path is relative to the output folder, `ProbeContext.artifacts`. HTML reports do not
-        show these masks.
+        show the files with predicted masks.
         """
         layer, facet = layer_facet
         *folders, name = frame.image_id.split("/")
@@ -385,7 +385,7 @@ class VideoTrack:
     ) -> None:
         """Draw the frame that was added last, if a figure of the video contains it.
 
-        The figures are a strip of some frames and an animation.
+        A video has two figures: a strip of some frames, and an animation.
 
         Args:
             number: Index of the frame in the video.
@@ -418,7 +418,7 @@ class VideoTrack:
 def score_block(
     layer_facet: LayerFacet, results: Sequence[VideoResult], baselines: Sequence[VideoResult]
 ) -> Iterator[Score]:
-    """Yield the scores of a layer and facet, averaged over the objects of all videos.
+    """Yield the scores of one layer and facet (kind of feature), averaged over all objects.
 
     Args:
         layer_facet: The layer and facet (kind of feature).

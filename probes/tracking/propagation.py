@@ -23,7 +23,7 @@ PatchLabels = Float[Tensor, "rows cols channels"]
 
 @dataclass(frozen=True)
 class PropagationConfig:
-    """Settings for selecting and weighting the earlier patches that determine a patch's label.
+    """Settings that select and weight the patches of earlier frames for the label of a patch.
 
     Attributes:
         latest_frames: Number of preceding frames to compare with, in addition to the first frame.
@@ -95,8 +95,8 @@ def propagate_labels(
     """Compute the label of each patch from the labels of the most similar patches near it.
 
     The label is the weighted mean of the labels of the `config.neighbours` most similar patches. If
-    further patches are as similar as the last of these, they are included. To save time and memory,
-    a few rows of patches are compared at a time, and only with rows within `config.radius`.
+    several patches tie for the last place, all of them are included. To save time and memory, a few
+    rows of patches are compared at a time, and only with rows within the distance `config.radius`.
 
     Args:
         target: Unit vectors of the patches whose labels are computed.
@@ -133,7 +133,7 @@ def _weighted_labels(
     """Return the weighted mean label of the patches that are most similar to each query patch.
 
     To find the k most similar patches quickly, only some rows of patches are sorted. A row can
-    contain one of the k largest similarities only if its maximum is among the k largest maxima.
+    contain one of the k largest similarities only if its maximum is among the k largest row maxima.
 
     Args:
         similarity: Cosine similarities of each query patch with the patches of earlier frames.

@@ -1,4 +1,4 @@
-"""Score the masks of objects in videos by regions (J) and contours (F), as DAVIS 2017 does.
+"""Score the masks of objects in videos with the region and contour metrics (J and F) of DAVIS 2017.
 
 Source: davis2017/metrics.py, davis2017/utils.py and davis2017/evaluation.py of
 https://github.com/davisvideochallenge/davis2017-evaluation/tree/ac7c43fc.
@@ -66,7 +66,7 @@ def contour_accuracy(predicted: ObjectMask, true: ObjectMask) -> float:
 
     Precision is the fraction of the predicted contour that lies in the band around the true
     contour. Recall is the fraction of the true contour that lies in the band around the predicted
-    one. F is 1 if both contours are empty, and 0 if only one of them is.
+    contour. F is 1 if both contours are empty, and 0 if only one contour is empty.
     """
     lengths = np.count_nonzero(predicted.contour), np.count_nonzero(true.contour)
     if not all(lengths):
@@ -91,7 +91,7 @@ class ObjectScores:
     def add_frame(self, predicted: Sequence[ObjectMask], true: Sequence[ObjectMask]) -> None:
         """Score the predicted masks of all objects in a frame, and store the scores.
 
-        Both arguments contain the mask and the contour of each object.
+        `predicted` and `true` contain the mask and the contour of each object.
         """
         pairs = list(zip(predicted, true, strict=True))
         self.region.append([region_similarity(own.mask, other.mask) for own, other in pairs])
@@ -114,7 +114,7 @@ def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, 
 
     The decay is the mean score over the first quarter of the frames minus the mean score over the
     last quarter. Adjacent quarters share a frame. The code of DAVIS stores frame numbers in 8 bits,
-    so its quarters differ from these if there are more than 256 frames.
+    and therefore uses other quarters for videos with more than 256 frames.
     """
     ends = np.round(np.linspace(1, len(values), _QUARTERS + 1) + 1e-10).astype(int) - 1
     return values[: ends[1] + 1].mean(0) - values[ends[-2] :].mean(0)
@@ -125,11 +125,11 @@ def video_estimate(
 ) -> tuple[Float64[np.ndarray, " videos"], Jackknife]:
     """Estimate the mean of a metric over all objects of all videos, with its uncertainty.
 
-    `values` contains the scores of the objects of each video. Let m be the mean over all objects.
-    Videos with more objects have a larger influence on m. To estimate the uncertainty of m, each
-    video gets one value, m + n / mean(n) * (own - m). Here, n is the number of its objects, and own
-    is the mean over its objects. The mean of these values is m, and their spread gives the
-    confidence interval of m (linearised ratio estimator).
+    `values` contains the scores of the objects of each video. The estimate is the mean m over all
+    objects, so videos with more objects have a larger influence. To estimate the uncertainty of m,
+    each video gets the value m + n / mean(n) * (own - m), where n is the number of objects in the
+    video and own is their mean score. The mean of the values of all videos is m, and the spread of
+    the values gives the confidence interval of m (linearised ratio estimator).
 
     Returns:
         The value of each video, and the estimate of m with its uncertainty. If each video has one
@@ -145,7 +145,7 @@ def video_estimate(
 def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of an estimate, without clipping it to 0 to 100 %.
 
-    Decays and ratios of areas need such an interval, because they are no percentages from 0 to 100.
+    Decays and area ratios need an interval without clipping, because they can lie outside 0 to 100.
     Return None if the margin is unknown, for example with a single video.
     """
     margin = estimate.margin

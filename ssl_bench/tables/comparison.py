@@ -159,8 +159,8 @@ def get_block_score(curve: ImageCurve, layer: int) -> PairedScore:
 def _score_held_out(curve: ImageCurve) -> PairedScore:
     """Return the score of an encoder whose block is chosen on held-out images.
 
-    The images are split into folds. Each fold is scored with the block that is best on the other
-    folds. `curve` contains the per-image scores of the encoder at each block.
+    The images are split into folds, and each fold is scored with the block that is best on the
+    other folds. `curve` contains the per-image scores of the encoder at each block.
     """
     return PairedScore(
         curve.held_out_estimate, tuple(curve.layer_estimates), curve.held_out_degenerate_percent
@@ -191,7 +191,7 @@ def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
 def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
     """Return copies of the rows with p-values after Holm's correction for multiple comparisons.
 
-    The correction is for the number of rows with a p-value. Rows with a degenerate score are
+    The number of comparisons is the number of rows with a p-value. Rows with a degenerate score are
     ignored and get the p-value NaN. A score is degenerate if too many images have an arbitrary
     result.
     """
@@ -222,10 +222,10 @@ def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Differ
 def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Difference]:
     """Compare two encoders at their best blocks, and at blocks chosen on held-out images.
 
-    The best blocks are chosen on the scored images, so their scores are optimistic. The held-out
-    choice estimates the score of a user who must choose a block before seeing these images. The
-    list is empty if either encoder has no best block. For example, all of its blocks may be
-    degenerate (have too many images with an arbitrary result).
+    The best blocks are chosen on the scored images, so their scores are optimistic. The choice on
+    held-out images estimates the score for users who must choose a block before seeing the scored
+    images. The list is empty if an encoder has no best block, for example because too many images
+    have an arbitrary result at every block.
     """
     if not (first.has_best and second.has_best):
         return []
@@ -241,17 +241,17 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
 
 
 def compare_checkpoints(first: ImageCurve, second: ImageCurve) -> list[Difference]:
-    """Compare two encoders at each block. If both have several, also compare their best blocks."""
+    """Compare two encoders at each block, and at their best blocks if both have several blocks."""
     rows = compare_block_by_block(first, second)
     have_several = len(first.layer_estimates) > 1 and len(second.layer_estimates) > 1
     return rows + compare_best_blocks(first, second) if have_several else rows
 
 
 def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
-    """Compare each block of one encoder with its best block.
+    """Compare each block of one encoder with the best block of this encoder.
 
     One more row compares the best block with a block that is chosen on held-out images. If no block
-    can be the best, there is no such row, and blocks are compared with the last block. `curve`
+    can be the best, this row is left out, and each block is compared with the last block. `curve`
     contains the per-image scores at each block.
     """
     best = get_block_score(curve, curve.best_layer)
@@ -367,9 +367,9 @@ class Comparison(Table):
 def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
     """Return footnotes that explain the signs § (significant) and † (degenerate images).
 
-    § is explained if any difference was tested, even if none is significant. † is only explained if
-    it occurs. The result of a degenerate image is arbitrary, for example because rounding errors
-    decide it.
+    The sign § is explained if any difference was tested, even if none is significant. The sign † is
+    explained only if it occurs in a table. The result of a degenerate image is arbitrary, for
+    example because rounding errors decide it.
 
     Args:
         tables: The rows of each table. Holm's correction was applied to each table separately.
@@ -410,7 +410,7 @@ def code_warning(tables: Iterable[Comparison]) -> str:
 def code_versions(records: Iterable[Record]) -> frozenset[str]:
     """Return the versions of ssl-bench that computed the records, such as "0.2.0 (3f9a01b2c4)".
 
-    The digits in parentheses are the Git commit. A record is a stored score.
+    The text in parentheses is the start of the Git commit hash. A record is a stored score.
     """
     versions = set()
     for record in records:
@@ -498,7 +498,7 @@ def compare_encoders(
 def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
     """Group records (stored scores) that can be compared and have the same random seed.
 
-    The images of two scores are only paired within such a group.
+    Only scores of the same group are compared image by image.
     """
     seeds = sorted({record.seed for record in records})
     groups = [
@@ -508,7 +508,7 @@ def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> bool:
-    """Return whether each encoder has a record in the group with stored per-image scores.
+    """Return whether the group has a record with per-image scores for each encoder.
 
     A record is a stored score. `encoders` contains the ids of the encoders.
     """
@@ -521,9 +521,9 @@ def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequen
 def _load_curves(
     store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
 ) -> list[ImageCurve]:
-    """Return the per-image scores of comparable records (stored scores) at every block, by encoder.
+    """For each encoder, return the per-image scores of comparable records at every block.
 
-    The list is empty if any encoder has no stored per-image scores. `encoders` contains the ids.
+    The list is empty if any encoder has no stored per-image scores. A record is a stored score.
     """
     curves = [load_curve(store, [r for r in group if r.encoder_id == key]) for key in encoders]
     is_complete = all(curve.per_image for curve in curves)
@@ -533,7 +533,7 @@ def _load_curves(
 def _explain_failure(
     store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
 ) -> str:
-    """Return why the scores of a task cannot be compared and, if possible, how to change this.
+    """Return why the scores of a task cannot be compared and, if possible, how to fix this.
 
     `records` contains the stored scores of the task. `encoders` contains the names of the encoders
     to compare, by their ids.
@@ -633,10 +633,10 @@ class EpochComparison(Table):
 def compare_runs(
     store: ResultStore, records: Sequence[Record], runs: tuple[str, str]
 ) -> list[EpochComparison]:
-    """Compare two training runs block by block, at every epoch that was probed in both.
+    """Compare two training runs block by block, at every epoch that was probed in both runs.
 
     There is one table for each group of comparable records (stored scores). `runs` contains the
-    names of the runs. The encoder `RUN@100` is the encoder of the run `RUN` after 100 epochs.
+    names of the runs. The encoder of the run `RUN` after 100 epochs is called `RUN@100`.
 
     Raises:
         DataError: A run has two encoders for the same epoch, or no table can be computed.
@@ -674,7 +674,7 @@ def compare_runs(
         raise DataError(
             f"nothing to compare over epochs in {store.root}. Both runs need per-image values of "
             "the same task at a common epoch, for the same images and settings (epochs with "
-            f"records: {known})",
+            f"results: {known})",
             hint=PROBE_EPOCHS,
         )
     return tables

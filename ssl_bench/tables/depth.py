@@ -93,7 +93,7 @@ class ScoreTable(Table):
                     yield row, column, self.entries[row, column]
 
     def curves(self) -> "ScoreTable | None":
-        """Return a table whose columns can be drawn as curves, or None if there is none."""
+        """Return a table whose columns can be drawn as curves, or None if there are no curves."""
         return self
 
     def best_row(self, column: Any) -> Any:
@@ -107,10 +107,11 @@ class ScoreTable(Table):
         )
 
     def _ranking(self, column: Any) -> list[str]:
-        """Return the printed scores of a column that can be marked as best, without repetitions.
+        """Return the distinct printed scores of a column that can be marked as best.
 
-        The highest score comes first. The list is empty if no score should be marked: if the column
-        has fewer than two scores, or if several can be best and all are printed as the same number.
+        The scores are in descending order. The list is empty if no score should be marked: if the
+        column has fewer than two scores, or if several scores can be best and all are printed
+        equally.
         """
         known = [e for _, other, e in self.scores() if other == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)
@@ -151,7 +152,7 @@ class ScoreTable(Table):
         return entry.text()
 
     def missing_text(self, row: Any, column: Any) -> str:
-        """Return the text to print in a cell without a score: "‡" if no block could be chosen."""
+        """Return the text for a cell without a score: "‡" if no block could be chosen, or ""."""
         return "‡" if (row, column) in self.cells_without_layer else ""
 
     def _cell(self, row: Any, column: Any, ranking: Sequence[str]) -> Cell:
@@ -217,9 +218,8 @@ def depth_tables(records: Sequence[Record]) -> list[ScoreTable]:
 def epoch_tables(records: Sequence[Record]) -> list[ScoreTable]:
     """Return tables of scores with pretraining epochs as rows and blocks as columns.
 
-    There is one table for each run and group of comparable records (stored scores). The encoders
-    `RUN@100` and `RUN@200` belong to epochs 100 and 200 of the run `RUN`, and the encoder `RUN` to
-    its last epoch.
+    There is one table for each run and group of comparable records (stored scores). The encoder
+    `RUN@100` belongs to epoch 100 of the run `RUN`, and the encoder `RUN` to its last epoch.
 
     Raises:
         DataError: No run has records of at least two epochs, or two runs share a name.
@@ -232,7 +232,7 @@ def epoch_tables(records: Sequence[Record]) -> list[ScoreTable]:
             tables.append(epoch_table(run_records, f"{title}, {run}"))
     if not tables:
         raise DataError(
-            "no run has records of at least two epochs. Save several epochs of a run while "
+            "no run has results of at least two epochs. Save several epochs of a run while "
             "pretraining, then probe each saved epoch",
             hint=PROBE_EPOCHS,
         )
@@ -255,10 +255,10 @@ def _score_table(
     row_name: str,
     key: Callable[[Record], tuple[float, str]],
 ) -> ScoreTable:
-    """Build a table of comparable records (stored scores), whose cells are means over random seeds.
+    """Build a table of comparable records (stored scores), averaged over random seeds.
 
-    `row_name` states what a row stands for, such as "block". `key` returns the row and the column
-    to which a record belongs.
+    `row_name` states what a row stands for, such as "block". The function `key` returns the row and
+    the column of a record.
     """
     entries = group_and_average(records, key)
     return ScoreTable(
@@ -299,7 +299,7 @@ def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
 def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
     """Raise DataError if the records (stored scores) have two encoders for the same epoch of a run.
 
-    This happens if two runs have the same name. The records must have the same metric, images and
+    Two runs with the same name cause this error. The records must have the same metric, images and
     settings.
     """
     encoders: dict[float, str] = {}
@@ -318,7 +318,7 @@ def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
 def epoch_number(record: Record) -> float:
     """Return the pretraining epoch of the encoder of a record (a stored score).
 
-    The record must state this epoch, as those of `group_by_run` do.
+    The record must state its epoch. All records that `group_by_run` returns state their epoch.
     """
     return float(record.details["epoch"])
 
@@ -326,8 +326,8 @@ def epoch_number(record: Record) -> float:
 def print_main_tables(tables: Sequence[ScoreTable], store: ResultStore) -> None:
     """Print the tables of each task's main metric to stdout.
 
-    If there is only one task and it has at most `MAX_TABLES` tables, all of them are printed. If
-    tables are left out, a message states the command that prints them.
+    All tables are printed if there is only one task with at most `MAX_TABLES` tables. If tables are
+    left out, a message states the command that prints them.
     """
     by_task: dict[str, list[ScoreTable]] = defaultdict(list)
     for table in tables:
@@ -351,10 +351,11 @@ def print_main_tables(tables: Sequence[ScoreTable], store: ResultStore) -> None:
 def main_metrics(
     records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
 ) -> dict[tuple[Any, ...], str]:
-    """Return the main metric of each group of records, which represents a task in overviews.
+    """Return the main metric of each group of records (stored scores).
 
-    A record is a stored score. Records with equal values of the fields `names` form a group. These
-    values are the key of the group in the returned dictionary. The first of `names` must be "task".
+    The main metric represents a task in overviews. Records with equal values of the fields `names`
+    form a group, and these values are the key of the group in the result. The first of `names` must
+    be "task".
     """
     metrics: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
     for record in records:

@@ -55,9 +55,9 @@ def draw_curves(tables: Sequence[ScoreTable], path: Path) -> None:
 def curves_figure(tables: Sequence[ScoreTable]) -> "Figure":
     """Draw one panel (chart) per table, with one curve per column of the table.
 
-    A band around each curve shows the 95 % intervals of the scores. For training logs, it shows the
-    mean plus or minus one standard deviation. Each encoder, run or block has the same colour in all
-    panels.
+    A band around each curve shows the 95 % intervals of the scores. For training logs, the band
+    shows the mean plus or minus one standard deviation. An encoder, run or block has one colour in
+    all panels.
     """
     # Leave out tables in which every score is NaN, unless this is true for all tables.
     tables = [table for table in tables if table.has_values] or tables
@@ -142,8 +142,7 @@ def _figure_inches(
 def _choose_ticks(rows: Sequence[float]) -> list[float]:
     """Return the blocks, epochs or severities that get a tick on the horizontal axis.
 
-    Only whole numbers get a tick. If there are more than `_MAX_TICKS`, only every n-th of them is
-    returned.
+    Only whole numbers get a tick. Long lists are thinned to at most `_MAX_TICKS` numbers.
     """
     whole = [row for row in rows if row == int(row)]
     return whole[:: -(-len(whole) // _MAX_TICKS) or 1]

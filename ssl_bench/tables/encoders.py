@@ -184,7 +184,7 @@ def _extend_equal_names(names: Sequence[list[str]], words: Sequence[list[str]]) 
     """Append words to those column names that are not unique, and return all names.
 
     A name is a list of words. For each column, `words` contains the words that may be appended.
-    They are only appended if they distinguish the columns of the same name.
+    Words are appended only if they distinguish columns with the same name.
     """
     words_by_name: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
     for name, more in zip(names, words, strict=True):

@@ -38,8 +38,8 @@ def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
     """Group records (stored scores) that can be compared in one table.
 
     All records of a group have the same task, dataset, split, metric, protocol (preset of
-    settings), facet (kind of feature), images and settings. Their blocks, encoders and seeds may
-    differ. Groups are sorted by the shared fields.
+    settings), facet (kind of feature), images and settings. The records of a group may differ in
+    block, encoder and seed. Groups are sorted by the fields that their records share.
     """
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     # Cache texts by object identity, because records that were read together share a settings
@@ -73,11 +73,11 @@ def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
 
 
 def differing_settings(record: Record, other_records: Sequence[Record]) -> list[str]:
-    """Return the settings in which a record (a stored score) differs from any other record.
+    """Return the settings of a record (a stored score) that differ in at least one other record.
 
     Each setting is a text such as "lr=0.1". Settings that the table title already states are left
-    out. If the images differ, the last text identifies them by the first digits of their digest,
-    such as "data 3f9a01".
+    out. If the images differ, the last text identifies the images by their digest, such as "data
+    3f9a01".
     """
     in_title = {*record.changed, TRAINING_IMAGES_KEY, CORRUPTION_KEY}
     differing = [
@@ -96,7 +96,7 @@ def differing_settings(record: Record, other_records: Sequence[Record]) -> list[
 def table_title(record: Record) -> str:
     """Return the title of a table that contains a record (a stored score).
 
-    It states the task, metric, dataset, split, kind of feature and protocol (preset of settings).
+    The title states the task, metric, dataset, split, kind of feature and protocol (preset).
     """
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
@@ -107,8 +107,8 @@ def table_title(record: Record) -> str:
 def training_suffix(record: Record) -> str:
     """Return the part of a table title that states on which images the probe was trained.
 
-    For example, this is ", trained on train (1464 images, 3f9a01)", where 3f9a01 identifies the
-    images. It is "" for a probe without training.
+    An example is ", trained on train (1464 images, 3f9a01)", where 3f9a01 identifies the images.
+    The text is "" for a probe without training.
     """
     return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
@@ -121,7 +121,7 @@ def metric_with_unit(record: Record) -> str:
 def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
     """Return a unique name for each encoder in the records (stored scores), by the encoder's id.
 
-    If several encoders have the same name, the first digits of its id are appended to each name.
+    If encoders share a name, the first digits of each encoder's id are appended to its name.
     """
     names = {record.encoder_id: record.model for record in records}
     digits = 6
@@ -139,8 +139,8 @@ def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
 def choose_main_metric(task: str, metrics: Sequence[tuple[str, bool]]) -> str:
     """Return the metric that represents a task in overviews.
 
-    This is the first metric of `TaskTexts.metrics` that was measured. If there is none, it is the
-    first metric in `metrics` for which higher is better, or simply the first one.
+    Prefer the first metric of `TaskTexts.metrics` that was measured. Otherwise, return the first
+    metric in `metrics`, preferably one for which higher is better.
 
     Args:
         task: Name of the task.
@@ -153,7 +153,7 @@ def choose_main_metric(task: str, metrics: Sequence[tuple[str, bool]]) -> str:
 def series_as_json(record: Record) -> dict[str, Any]:
     """Return the fields that a record (a stored score) shares with all records of the same table.
 
-    The values are JSON types.
+    All values have JSON types.
     """
     return {
         **{name: getattr(record, name) for name in MEASUREMENT_FIELDS},
@@ -166,7 +166,7 @@ def series_as_json(record: Record) -> dict[str, Any]:
 def settings_digest(record: Record) -> str:
     """Return twelve hexadecimal digits that identify the settings of a record (a stored score).
 
-    They are the first digits of the SHA-256 of the settings.
+    The digits are the start of the SHA-256 of the settings.
     """
     return hashlib.sha256(_settings_text(record).encode()).hexdigest()[:12]
 
@@ -243,7 +243,7 @@ class ScoreEntry:
     def text_parts(self) -> tuple[str, ...]:
         """The printed text, split into the value and its additions, such as ("32.3", "± 1.2 †2").
 
-        Additions are the interval and the signs. Without them, the tuple contains only the value.
+        The additions are the interval and the signs. The tuple may contain only the value.
         """
         return tuple(filter(None, self.text().partition(" ")[::2]))
 
@@ -368,9 +368,9 @@ def average_known(values: Sequence[float | None]) -> float | None:
 
 
 def group_and_average(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, ScoreEntry]:
-    """Group records (stored scores) by the result of `key`, and average each group over seeds.
+    """Group records (stored scores) by the function `key`, and average each group over seeds.
 
-    The results of `key` are the keys of the returned dictionary.
+    The values that the function `key` returns are the keys of the result.
     """
     groups: dict[K, list[Record]] = defaultdict(list)
     for record in records:
@@ -379,7 +379,7 @@ def group_and_average(records: Iterable[Record], key: Callable[[Record], K]) -> 
 
 
 def show_seed_counts(entries: Mapping[K, ScoreEntry]) -> dict[K, ScoreEntry]:
-    """Return copies of table entries that print their number of seeds, if these numbers differ."""
+    """Return copies of table entries, which state their number of seeds if these numbers differ."""
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
@@ -414,7 +414,7 @@ def explain_dagger(percents: Iterable[float | None]) -> str:
 def metric_notes(records: Iterable[Record]) -> list[str]:
     """Return notes that explain words in the metric names of the records (stored scores).
 
-    Such words are "oracle", "holdout" and "degenerate".
+    The explained words are "oracle", "holdout" and "degenerate".
     """
     metrics = {record.metric for record in records}
     notes = []
@@ -435,7 +435,7 @@ def collect_baselines(records: Iterable[Record]) -> dict[str, list[float]]:
     """Return the scores of each image-independent baseline in the records, by name of the baseline.
 
     A baseline, such as "centre box", has several scores if encoders received images of different
-    sizes. Its scores are in ascending order.
+    sizes. The scores of a baseline are in ascending order.
     """
     scores: dict[str, set[float]] = defaultdict(set)
     for record in records:
@@ -448,7 +448,7 @@ def collect_baselines(records: Iterable[Record]) -> dict[str, list[float]]:
 def list_baselines(records: Iterable[Record]) -> tuple[tuple[str, float], ...]:
     """Return the label and the lowest score of each image-independent baseline in the records.
 
-    An example is ("centre box 43.0", 43.0). A record is a stored score.
+    An example of a label and a score is ("centre box 43.0", 43.0). A record is a stored score.
     """
     values = {answer: scores[0] for answer, scores in collect_baselines(records).items()}
     return tuple((f"{answer} {value:.1f}", value) for answer, value in values.items())
@@ -457,7 +457,7 @@ def list_baselines(records: Iterable[Record]) -> tuple[tuple[str, float], ...]:
 def baseline_note(records: Sequence[Record]) -> str:
     """Return a note on the baselines, such as "image-independent baseline (centre box): 31.2".
 
-    It is "" if no record (stored score) has a baseline.
+    The note is "" if no record (stored score) has a baseline.
     """
     notes = []
     for answer, values in collect_baselines(records).items():
@@ -518,8 +518,8 @@ def _block_list(layers: Iterable[int]) -> str:
 def describe_provenance(records: Sequence[Record], title_settings: Container[str] = ()) -> str:
     """Return one line of text that states how the scores in `records` were computed.
 
-    It contains the numbers of images, the seeds, the versions of ssl-bench and PyTorch, and the
-    devices. Settings in `title_settings` are left out, because the table title already states them.
+    The line contains the numbers of images, the seeds, the versions of ssl-bench and PyTorch, and
+    the devices. Settings in the table title (`title_settings`) are left out.
     """
 
     def distinct(values: Sequence[object]) -> str:
@@ -542,8 +542,8 @@ def image_size_note(records: Iterable[Record], title_settings: Container[str] = 
     """Return the image size in the stored scores as the end of a note, such as ", image_size=224".
 
     If encoders received images of different sizes, each size is followed by the tasks and encoders
-    with this size. `title_settings` contains the names of settings in the table title, such as
-    "longer_side". These settings are left out.
+    with this size. Settings in the table title (`title_settings`), such as "longer_side", are left
+    out.
     """
     users: dict[str, set[str]] = defaultdict(set)
     for record in records:

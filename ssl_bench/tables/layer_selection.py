@@ -1,6 +1,6 @@
 """Choose the block whose score represents an encoder.
 
-A held-out choice never uses the images that are scored. An oracle choice uses these images.
+A held-out choice of a block never uses the scored images. An oracle choice uses the scored images.
 """
 
 import math
@@ -40,7 +40,7 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
     """Choose the block that represents an encoder, and return its score.
 
     If seeds were probed at different sets of blocks, only the seeds with the largest set are used.
-    If several sets are equally large, the most frequent one is used.
+    If several sets of blocks are equally large, the most frequent set is used.
 
     Args:
         records: Records (stored scores) of one encoder, which differ only in block and seed.
@@ -74,11 +74,11 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
 
 
 def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> ScoreEntry | None:
-    """Return the score of the block whose mean over seeds is highest, or None if there is none.
+    """Return the score of the block with the highest mean over seeds, or None if there is no block.
 
-    If there are several blocks, degenerate ones are left out. A block is degenerate if the results
-    of more than half of the images are arbitrary. `seeds` contains the records (stored scores) of
-    each seed.
+    If there are several blocks, degenerate blocks are left out. A block is degenerate if the
+    results of more than half of the images are arbitrary. `seeds` contains the records (stored
+    scores) of each seed.
     """
     entries = [
         average_over_seeds([record for seed in seeds for record in seed if record.layer == layer])
@@ -178,7 +178,7 @@ def blocks_text(entry: ScoreEntry) -> str:
 def show_seed_counts_by_column(
     entries: Mapping[tuple[str, str], ScoreEntry],
 ) -> dict[tuple[str, str], ScoreEntry]:
-    """Return copies of table entries that print their number of seeds if it differs in a column.
+    """Return copies of table entries, which state their number of seeds if it differs in a column.
 
     The keys of `entries` are pairs (row, column).
     """

@@ -148,9 +148,8 @@ def paper_table(
         records: Our records (stored scores).
         store: Results folder with the per-image scores.
         encoders: The id of our encoder (`Record.encoder_id`), by the name of its row.
-        choice: A score is shown at the best block. This is the block with the best score on other
-            images ("holdout") or on the scored images ("oracle"). If None, it depends on the
-            column.
+        choice: Images on which the block of each score is chosen: other images ("holdout") or the
+            scored images ("oracle"). If None, each column has its own choice.
         runs: The folder of our pretraining run for each row name.
     """
     encoders = {row: encoders[row] for row in published.rows if row in encoders}
@@ -207,10 +206,10 @@ def _find_series(
 ) -> list[list[Record]]:
     """Return the groups of comparable records that measure the quantity of a published column.
 
-    A record is a stored score. The groups that are closest to the paper come first. Groups with the
-    protocol (preset of settings) of the paper precede all others. If this does not decide the
-    order, groups with the metric of the column come first, then groups with unchanged settings.
-    `paper` is the name of the paper and of its protocol.
+    A record is a stored score. Groups with the protocol (preset of settings) of the paper come
+    first. Among groups with the paper's protocol, and among all other groups, those with the metric
+    of the column come first, then those with unchanged settings. `paper` is the name of the paper
+    and of its protocol.
     """
 
     def distance(group: Sequence[Record]) -> tuple[bool, bool, bool, int, int, int]:
@@ -240,8 +239,9 @@ def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
 def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
     """Return the names of the columns, grouped by how the block of their scores is chosen.
 
-    The keys are "holdout" (on other images than the scored ones), "oracle" (on the scored images)
-    and "last" (the last block). If `choice` is not None, it replaces "holdout" and "oracle".
+    The keys are the ways to choose a block: "holdout" (on other images than the scored ones),
+    "oracle" (on the scored images) and "last" (the last block). If `choice` is not None, `choice`
+    replaces "holdout" and "oracle".
     """
     columns: dict[str, list[str]] = {}
     for column in published.columns:
@@ -256,9 +256,9 @@ def _derive_numbers(
 ) -> dict[tuple[str, str], float]:
     """Return our values that are not stored as records (scores of probes), by (row, column).
 
-    They are numbers computed from training logs, and differences between rows. Values that cannot
-    be computed are left out. `entries` contains our scores from records, and `runs` the folder of
-    our pretraining run for each row name.
+    Such values are computed from training logs, or are differences between rows. Values that cannot
+    be computed are left out. `entries` contains our scores from records. For each row name, `runs`
+    contains the folder of our pretraining run.
     """
     derived_values: dict[tuple[str, str], float] = {}
     for column in published.columns:
@@ -278,7 +278,7 @@ def _derive_numbers(
 def _experiment_notes(table: PaperTable, unused: Mapping[str, Sequence[str]]) -> list[str]:
     """Return notes that describe the published experiment and ours.
 
-    `unused` describes, by column name, further scores of ours that the column could also show.
+    For each column name, `unused` describes our further scores that the column could also show.
     """
     published = table.published
     records = [record for entry in table.entries.values() for record in entry.records]
@@ -319,7 +319,7 @@ def _encoder_notes(encoders: Mapping[str, Record]) -> list[str]:
 def _block_notes(table: PaperTable) -> list[str]:
     """Return notes that state how the block of each encoder was chosen, and on which images.
 
-    If this differs between columns, each note begins with the names of its columns.
+    If the choice differs between columns, each note begins with the names of its columns.
     """
     notes = []
     by_choice = _columns_by_choice(table.published, table.choice)

@@ -73,8 +73,7 @@ class PublishedColumn:
     def __post_init__(self) -> None:
         if self.choice not in (*LAYER_CHOICES, LAST_BLOCK):
             raise ValueError(
-                f"column {self.name}: unknown choice of the block {self.choice!r}, expected "
-                "holdout, oracle or last"
+                f"column {self.name}: expected choice holdout, oracle or last, got {self.choice!r}"
             )
         if self.task == RUN_TASK and self.metric not in RUN_MEASURES:
             raise ValueError(
@@ -89,7 +88,7 @@ class PublishedColumn:
     def block(self, depth: int | None) -> int | None:
         """Return the index of the block to score in an encoder with `depth` blocks.
 
-        Return None if the paper states no block, so that one must be chosen. If the encoder has
+        Return None if the paper states no block, so that a block must be chosen. If the encoder has
         fewer blocks than the encoder of the paper, the index is clipped to the existing blocks.
         """
         if self.layer is None or depth is None:
@@ -99,8 +98,8 @@ class PublishedColumn:
     def is_measured_by(self, record: Record) -> bool:
         """Return whether a record (a stored score) measures the same quantity as this column.
 
-        The task, metric, dataset and kind of feature must match. The protocol (preset of settings)
-        and the number of images may differ.
+        The task, metric, dataset, kind of feature and `layers_mode` must match. The protocol
+        (preset of settings) and the number of images may differ.
         """
         names = (record.task, _metric_family(record.metric))
         if names != (self.task, _metric_family(self.metric)):
@@ -185,7 +184,7 @@ def _load_tables(folder: Path) -> tuple[PublishedTable, ...]:
     tables = tuple(_parse_table(paper, table) for paper in papers(folder) for table in paper.tables)
     names = [(table.paper, table.name) for table in tables]
     if len(set(names)) < len(names):
-        raise ValueError(f"names of the tables of a paper must be unique, got {names}")
+        raise ValueError(f"the tables of a paper must have different names, got {names}")
     return tables
 
 
@@ -204,7 +203,7 @@ def load_published_table(name: str) -> PublishedTable:
     if len(matches) > 1:
         ways = [("--paper", full) for full in matches]
         raise ConfigurationError(
-            f"{len(matches)} papers have a table {name!r}. Name one of them",
+            f"{len(matches)} papers have a table {name!r}. Add the name of the paper",
             hint=join_alternatives(*ways),
         )
     return next(iter(matches.values()))
@@ -280,7 +279,7 @@ def _parse_table(paper: Paper, values: Mapping[str, Any]) -> PublishedTable:
     column_names = {column.name for column in columns}
     rows = tuple(row["name"] for row in values["rows"])
     if len(set(rows)) < len(rows) or len(column_names) < len(columns):
-        raise ValueError(f"{values['name']}: names of rows and names of columns must be unique")
+        raise ValueError(f"{values['name']}: two rows or two columns have the same name")
     for column in columns:
         if column.task == DIFFERENCE and not (
             column.reference in rows and column.of in column_names

@@ -135,16 +135,16 @@ class RunLog:
     def logs_every_step(self, measure: str) -> bool:
         """Return whether every row of the log contains the measure with this name, such as "loss".
 
-        Measures of monitors, which evaluate the encoder during training, are only in some rows.
+        Measures of monitors, which evaluate the encoder during training, are in some rows only.
         """
         return len(self.curves[measure].steps) == len(self.steps)
 
     def summarise_intervals(self, measure: str, ends: Sequence[int]) -> dict[int, StepSummary]:
-        """Return a summary of a measure for each interval of steps, usually its mean.
+        """For each interval of steps, return a summary of a measure, usually the mean.
 
-        Intervals without a logged value are left out. If the measure is logged at every step, such
-        intervals get the value NaN instead, so that a drawn line has a gap. Intervals after the
-        last logged step are left out in any case.
+        If a measure is logged at some steps only, intervals without a logged value are left out. If
+        a measure is logged at every step, intervals without a logged value get NaN, so that a drawn
+        line has a gap. Intervals after the last logged step are always left out.
 
         Args:
             measure: Name of the measure, such as "loss".
@@ -204,7 +204,7 @@ def sort_measures(logs: Iterable[RunLog]) -> list[str]:
 def is_monitored(measure: str, logs: Iterable[RunLog]) -> bool:
     """Return whether a measure comes from a monitor, which evaluates the encoder during training.
 
-    Such a measure is recognised by the fact that none of the logs contains it at every step.
+    A measure comes from a monitor if none of the logs contains the measure at every step.
     """
     return not any(measure in log.curves and log.logs_every_step(measure) for log in logs)
 
@@ -213,8 +213,8 @@ def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
     """Read the logs of pretraining runs.
 
     Each element of `addresses` is the folder of a run or a folder that contains such folders. Logs
-    without any row are left out, and a message names them. For example, a run that has just started
-    has such a log.
+    without any row are left out, and a message names these logs. For example, the log of a run that
+    has just started has no row.
 
     Raises:
         DataError: A folder contains no run, or no log contains a row.
@@ -249,7 +249,7 @@ def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
 def find_run_folders(folder: Path) -> list[Path]:
     """Return the folders of pretraining runs that are directly inside `folder`.
 
-    They are sorted by name, with `run2` before `run10`.
+    The folders are sorted by name, with `run2` before `run10`.
     """
     found = [path.parent for path in folder.glob(f"*/{LOG}") if path.is_file()]
     return sorted(found, key=lambda path: natural_sort_key(path.name))

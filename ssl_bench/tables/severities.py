@@ -28,16 +28,16 @@ _NOT_PROBED = "‡"
 class SeverityTable(ScoreTable):
     """A table of one encoder, with blocks as rows and severities of an image corruption as columns.
 
-    If clean images were probed, `CLEAN_SEVERITY` is one of the columns.
+    If clean images were probed, one of the columns is `CLEAN_SEVERITY`.
     """
 
     model: str
 
     @cached_property
     def common_severities(self) -> tuple[int, ...]:
-        """The severities over which `compute_drop` averages. `CLEAN_SEVERITY` is not one of them.
+        """The severities above `CLEAN_SEVERITY` over which `compute_drop` averages.
 
-        These are the severities at which all blocks were scored, so that the drops of blocks are
+        All blocks were scored at each of the common severities, so that the drops of the blocks are
         comparable. Blocks without a score on clean images, or without any score on corrupted
         images, are ignored.
         """
@@ -70,10 +70,10 @@ class SeverityTable(ScoreTable):
     def compute_drop(self, layer: int) -> float | None:
         """Return by how many percent the score of a block drops from clean to corrupted images.
 
-        The drop is 100 (1 - mean / clean). Here, clean is the score on clean images, and mean is
+        The drop is 100 (1 - mean / clean), where clean is the score on clean images, and mean is
         the mean score over `common_severities`. The drop is None in these cases:
 
-        - A higher score is not better.
+        - A higher score of the metric is not better.
         - The clean score or all scores on corrupted images are missing, or a score is NaN.
         - The clean score does not exceed the image-independent baseline, or 0 without a baseline.
         """
@@ -93,8 +93,8 @@ class SeverityTable(ScoreTable):
         """The blocks whose score drops least on corrupted images.
 
         A block is left out if its score is degenerate (too many images have an arbitrary result) on
-        clean images or at one of `common_severities`. The set is empty if several blocks remain and
-        the scores of all of them drop equally.
+        clean images or at one of `common_severities`. The set is empty if the scores of several
+        remaining blocks all drop equally.
         """
         compared = (CLEAN_SEVERITY, *self.common_severities)
         drops = {
@@ -122,7 +122,7 @@ class SeverityTable(ScoreTable):
         return (*note, *super().symbol_notes())
 
     def to_printed_table(self) -> PrintedTable:
-        """Return the table to print. Its last column is the relative drop on corrupted images."""
+        """Return the table to print, whose last column is the relative drop on corrupted images."""
         table, most_robust = super().to_printed_table(), self.most_robust_layers
         drops = []
         for layer in self.rows:
@@ -211,7 +211,7 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
             )
     if not tables:
         raise DataError(
-            "there are no records of corrupted images",
+            "there are no results on corrupted images",
             hint=("ssl-bench", "probe", "--task", "all", "corrupt=clean,gaussian_noise:1-5"),
         )
     return tables
@@ -224,7 +224,7 @@ def _severity(record: Record) -> int:
 def _as_clean(record: Record) -> Record:
     """Return a copy of a record (a stored score) with the dataset and settings of clean images.
 
-    Such copies make it possible to group scores on clean images with scores on corrupted images.
+    With such copies, scores on clean and on corrupted images can be grouped together.
     """
     if record.corruption is None:
         return replace(record)

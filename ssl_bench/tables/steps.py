@@ -26,9 +26,9 @@ MAX_POINTS = 500
 class LoggedEntry(ScoreEntry):
     """A table entry that was computed from a training log instead of stored scores.
 
-    If the measure is logged at every step, the value is its mean over several steps. `low` and
-    `high` are one standard deviation below and above the mean. Otherwise, the value is the latest
-    value at these steps, and `low` and `high` are None.
+    For a measure that is logged at every step, `value` is the mean over several steps, and `low`
+    and `high` are one standard deviation below and above this mean. For a measure that is logged
+    less often, `value` is the latest logged value, and `low` and `high` are None.
 
     Attributes:
         measure: Name of the measure, such as "loss".
@@ -66,7 +66,7 @@ class StepTable(ScoreTable):
     """A table of training logs, with steps as rows, and with measures and runs as columns.
 
     Each element of `columns` is a pair (measure, run name). A printed row summarises an interval of
-    steps. CSV, JSON and Parquet contain one row for each row of a log.
+    steps. CSV, JSON and Parquet files contain one row for each row of a log.
     """
 
     logs: Sequence[RunLog]
@@ -115,7 +115,7 @@ class StepTable(ScoreTable):
         ]
 
     def curves_by_measure(self) -> list[ScoreTable]:
-        """Return one table per measure. Its columns are runs, and each column becomes a curve."""
+        """Return one table per logged measure, with one column (curve) for each run."""
         tables = []
         for measure in self.measures:
             table = tabulate_logs(self.logs, [measure], MAX_POINTS, title=measure)

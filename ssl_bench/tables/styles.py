@@ -55,9 +55,9 @@ class Style(NamedTuple):
 def choose_styles(skipless: Mapping[str, bool]) -> dict[str, Style]:
     """Choose a colour and dashes for each encoder or training run.
 
-    The colour depends on a hash of the name, not on its position. If two names have the same
-    colour, the second one in natural order gets an unused colour. If there are more names than
-    colours, dashes distinguish names of the same colour.
+    The colour of a name depends on a hash of the name, not on its position. If two names have the
+    same hash colour, the second name in natural order gets an unused colour. If there are more
+    names than colours, dashes distinguish names of the same colour.
 
     Args:
         skipless: For each name, whether the encoder lacks skip connections.

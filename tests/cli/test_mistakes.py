@@ -191,7 +191,7 @@ def test_missing_numbers_of_a_post_norm_module_are_not_pending(workdir, capsys):
     words += ["folder", "--data-root", "photos", "probe.num_images=1", "probe.image_size=32"]
     words += ["--layer", "1"]
     assert main(words) == 0
-    assert "no number for attention_matrix" in capsys.readouterr().err
+    assert "no score for attention_matrix" in capsys.readouterr().err
 
     assert main([*words, "--dry-run"]) == 0
 

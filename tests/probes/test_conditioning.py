@@ -259,8 +259,8 @@ def test_the_reason_why_a_block_is_not_decomposed_is_stated(run, monkeypatch, fo
 
     reasons = undefined(run(foreign(), num_images=1))
 
-    (line,) = [line for line in run.messages if "no number for" in line]
-    assert line.startswith("conditioning: own, block 0, 1: no number for attention_matrix")
+    (line,) = [line for line in run.messages if "no score for" in line]
+    assert line.startswith("conditioning: own, block 0, 1: no score for attention_matrix")
     assert len(reasons) == facets
     assert all(why in reason for reason in (*reasons.values(), line))
 
@@ -289,7 +289,7 @@ def test_blocks_with_further_arguments_have_no_jacobian_but_a_figure(run, monkey
     records = run(foreign(), num_images=1, protocol="jacobian_exact")
 
     assert all(math.isnan(record.value) for record in records)
-    assert len([line for line in run.messages if "no number for" in line]) == 2
+    assert len([line for line in run.messages if "no score for" in line]) == 2
     assert len(list((tmp_path / "out/pictures").rglob("*.png"))) == 1
 
 
@@ -391,7 +391,7 @@ def test_encoders_of_timm_are_scored_or_the_reason_is_stated(run, name, left_out
     without = undefined(records).keys()
     assert "token" not in without
     assert left_out <= without
-    assert bool(without) == bool(left_out) == any("no number for" in line for line in run.messages)
+    assert bool(without) == bool(left_out) == any("no score for" in line for line in run.messages)
 
 
 @pytest.mark.parametrize("graying", ["none", "svd"])
