@@ -3,7 +3,7 @@
 `LinearClassification` trains linear or attentive heads on the features of a frozen encoder.
 `TrainingDraws` contains one or several random samples ("draws") of the training images. In each
 draw, some images are for training the heads, and others are held out to select the best head.
-`score_selected_heads` selects this head and computes its accuracy.
+`score_selected_heads` selects the best head and computes its accuracy.
 """
 
 import itertools
@@ -136,9 +136,9 @@ class LinearClassification(Probe):
         protocol: Name of the preset that sets the default values.
         facet: Feature that represents an image, or a list of such features. "cls" is the [CLS]
             token, and "patch_mean" is the mean of the patches. "cls_patch_mean" concatenates the
-            two. These three are taken after the encoder's final norm. For attn_out, attn_skip,
-            mlp_hidden, mlp_out and submodules of a block, the feature is the mean of the patches,
-            without a norm.
+            two. All three features are taken after the encoder's final norm. For attn_out,
+            attn_skip, mlp_hidden, mlp_out and submodules of a block, the feature is the mean of the
+            patches, without a norm.
         pool: Pooling of the patches, a file name in configs/probe/classification/pool. With
             "fixed", heads receive the vector that `facet` selects. With "attentive", each head
             learns to pool the patches. The patches are taken after the encoder's final norm.
@@ -151,7 +151,8 @@ class LinearClassification(Probe):
             After the selection, linear heads are trained again on all training images, unless
             `shots` is set. If the fraction is 0, C or the learning rate is selected only on the
             scored images.
-        train_images: Maximum number of training images, drawn at random. By default all are used.
+        train_images: Maximum number of training images, drawn at random. By default, all training
+            images are used.
         shots: Number n of training images of each class, or a list of such numbers. Unless
             `holdout` is 0, min(n, 4) further images of each class are held out to select C or the
             learning rate.
@@ -162,8 +163,8 @@ class LinearClassification(Probe):
         memory_gib: Memory limit for the features in GiB. If the vectors of all layers exceed it,
             the encoder processes the images several times. If the patches for attentive heads
             exceed it, they are stored on disk.
-        guesses: Notes in the results on settings that the authors of the protocol do not specify,
-            and on differences from their code.
+        guesses: Notes that are stored with the results, on settings that the protocol's authors do
+            not specify and on differences from their code.
     """
 
     protocol: str = "ssl_bench"
@@ -205,7 +206,7 @@ class LinearClassification(Probe):
             raise ConfigurationError(
                 "probe.pool=attentive always pools the patches of one block after the final norm, "
                 f"but probe.facet is {format_value(self.facet)} and probe.layers_mode is "
-                f"{self.layers_mode}. Leave out both settings"
+                f"{self.layers_mode}. Leave out probe.facet and probe.layers_mode"
             )
 
     @property
@@ -290,8 +291,8 @@ class LinearClassification(Probe):
     ) -> Iterator[Score]:
         """Train linear heads on one random sample of training images, and yield their scores.
 
-        `draw` is one of the random samples in `draws`. The heads of each group of layers in
-        `groups` receive the features of all its layers. `facet` is the kind of feature.
+        `draw` is one of the random samples in `draws`. All heads of a group in `groups` receive the
+        concatenated features of its layers. `facet` is the kind of feature.
         """
         stored = StoredFeatures(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
@@ -432,7 +433,7 @@ class LinearClassification(Probe):
             yield undo_scaling(torch.stack(halves), scales)
 
     def _draw_training_images(self, images: ImageSet, seed: int) -> "TrainingDraws":
-        """Draw the training images of the heads at random, and images to select the best head.
+        """Draw random images for training the heads, and others for selecting the best head.
 
         Raises:
             DataError: There are too few training images in total or of one class.
@@ -481,7 +482,7 @@ class TrainingDraw:
     def final_images(self) -> Int64[Tensor, " images"]:
         """Return the images that the scored heads were trained on.
 
-        They are `refit_positions` if set, else `train_positions`.
+        The result is `refit_positions` if this attribute is set, and otherwise `train_positions`.
         """
         return self.train_positions if self.refit_positions is None else self.refit_positions
 
@@ -506,8 +507,8 @@ class TrainingDraws:
     ) -> Iterator[Score]:
         """Yield scores that are averaged over random draws (samples) of training images.
 
-        There are separate scores for each number of shots (training images of each class). If the
-        setting `probe.shots` is not set, yield the scores of the only draw.
+        Each number of shots (training images of each class) has its own scores. If the setting
+        `probe.shots` is not set, yield the scores of the only draw.
 
         Args:
             train_and_score: Function that trains heads on one draw and yields their scores.
@@ -522,8 +523,9 @@ class TrainingDraws:
     def details(self, draw: TrainingDraw, seconds: float) -> dict[str, Any]:
         """Describe the training on one draw (random sample of training images), as a dictionary.
 
-        It contains the numbers of training and held-out images, a SHA-256 of the training images'
-        ids, and the training time, `seconds`. It is stored with the scores of the draw.
+        The dictionary contains the numbers of training and held-out images, a SHA-256 of the
+        training images' ids, and the training time (`seconds`). The dictionary is stored with the
+        scores of the draw.
         """
         ids = [self.images.ids[self.indices[n]] for n in draw.final_images.tolist()]
         return {
@@ -556,7 +558,8 @@ def _linear_ranks(
     """Return the rank of each image's true class among the logits of each linear head.
 
     Rank 0 means that the true class has the largest logit. Only the heads of one group of layers
-    are used. `index` is the index of the group, and `images` contains the features of the group.
+    are used. `index` is the index of the layer group, and `images` contains the group's features of
+    each image.
     """
     batch_size, ranks = max(1, _MAX_LOGITS // heads.bias[index].numel()), []
     parts = zip(images.features.split(batch_size), images.labels.split(batch_size), strict=True)
@@ -604,13 +607,14 @@ def score_selected_heads(
 ) -> Iterator[Score]:
     """Select the best of several heads, and yield its top-1 and top-5 accuracy in percent.
 
-    The heads differ in one hyperparameter. The best head is selected in two ways. For the metrics
-    "top1_holdout" and "top5_holdout", it has the highest top-1 accuracy on held-out images. For
-    "top1_oracle" and "top5_oracle", it has the highest top-1 accuracy on the scored images
-    themselves. If several heads are equally accurate, the first of them is selected.
+    The heads differ in one hyperparameter, such as the learning rate. The metrics "top1_holdout"
+    and "top5_holdout" score the head with the highest top-1 accuracy on held-out images.
+    "top1_oracle" and "top5_oracle" score the head with the highest top-1 accuracy on the scored
+    images. If several heads are equally accurate, the first of them is selected.
 
     Args:
-        layer: Layer whose features the heads receive. If they receive several layers, the last one.
+        layer: Layer whose features the heads receive. For heads that receive several layers, this
+            is the last one.
         facet: Facet (kind of feature) that the heads receive.
         hyperparameter: Name of the setting that differs between the heads, such as "learning_rate".
         values: Value of the hyperparameter for each head.

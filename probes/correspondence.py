@@ -89,8 +89,8 @@ class Correspondence(Probe):
     """A probe for PCK, the percentage of points that are found correctly in another image.
 
     The two images of a pair are called views. A point of the first view is matched to the patch of
-    the second view with the most similar features. The score is the mean over all pairs. Nothing is
-    trained.
+    the second view that has the most similar features. The score is the mean PCK over all pairs.
+    Nothing is trained.
 
     Attributes:
         protocol: Pairs of views to match. "warps" pairs the central square of each image with a
@@ -123,7 +123,7 @@ class Correspondence(Probe):
         num_workers: Number of threads that read images.
 
     Source: The soft prediction follows `utils/keypoints.py` of https://github.com/visinf/INSID3
-    (f1c9622a). That file returns indices of patches instead of their centres.
+    (f1c9622a). Unlike that source, this probe uses patch centres instead of patch indices.
     """
 
     protocol: Literal["warps", "spair"] = "warps"
@@ -275,7 +275,7 @@ class Correspondence(Probe):
         layer_facets: Sequence[LayerFacet],
         device: torch.device,
     ) -> dict[LayerFacet, tuple[Float[Tensor, "pairs points 2"], Bool[Tensor, " pairs"]]]:
-        """Predict where the points of each pair's first view are in its second view.
+        """For each pair, predict where the points of the first view are in the second view.
 
         Args:
             pairs: A batch of pairs of views (square images).
@@ -395,7 +395,7 @@ class PairCounts:
         )
 
     def add_pair(self, index: int, pair: "ViewPair", grid: tuple[int, ...]) -> None:
-        """Store the category and the number of points of a pair, and score the baselines on it.
+        """Store the category and number of points of a pair, and score the baselines on the pair.
 
         The baselines are predictions that need no features. `index` is the index of the pair in the
         dataset. `grid` contains the numbers of rows and columns of patches.
@@ -435,7 +435,7 @@ class PairCounts:
 def order_by_category(ids: Sequence[str]) -> list[int]:
     """Return the indices of annotated pairs, sorted by category and then by the first image.
 
-    Pairs that share their first image are then adjacent. The ids of pairs have the form
+    In this order, pairs that share their first image are adjacent. The ids of pairs have the form
     "NUMBER-SOURCE-TARGET:CATEGORY".
     """
 
@@ -476,7 +476,7 @@ class ViewPair:
     def is_correct(
         self, positions: Points, alphas: Sequence[float]
     ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
-        """Return whether each predicted position (column) is correct at each tolerance (row).
+        """For each tolerance (row), return whether each predicted position (column) is correct.
 
         `positions` contains the predicted positions, relative to the side of the second view. A
         position is correct at the tolerance alpha if its distance from the true position is at most
@@ -515,8 +515,8 @@ def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence
 def make_annotated_pair(sample: Sample, size: int) -> ViewPair:
     """Resize both images of an annotated pair to squares, and return them as a pair of views.
 
-    The squares have a side of `size` pixels, so the aspect ratio changes. Errors are therefore
-    measured in pixels of the second image at its original size.
+    The squares have a side of `size` pixels. Resizing changes the aspect ratio, so errors are
+    measured in pixels of the original second image.
     """
     assert sample.pair is not None
     pair = sample.pair
@@ -549,11 +549,11 @@ def sample_warp(
 ) -> Homography:
     """Return a random homography that maps points of a square image to points of the warped image.
 
-    For "flip", the warped image is a mirror image. Otherwise, it shows a random part of the
-    original, enlarged to the same size. For "crop", the part is a square. Its side is at least
-    (1 - 2 * `strength`) times the original side. For "homography", the part is a quadrilateral. Its
-    corners are the original corners, moved inwards along x and along y by at most `strength` times
-    the side.
+    For "flip", the warped image is a mirror image. For "crop" and "homography", the warped image
+    shows a random part of the original, enlarged to the same size. For "crop", the part is a square
+    whose side is at least (1 - 2 * `strength`) times the original side. For "homography", the part
+    is a quadrilateral. The corners of the quadrilateral are the original corners, moved inwards
+    along x and along y by at most `strength` times the side.
     """
     if kind == "flip":
         return np.array([[-1.0, 0.0, size], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
@@ -597,8 +597,8 @@ def warp_image(
 def transform_points(points: Points, matrix: Homography) -> Points:
     """Apply a homography to points (x, y).
 
-    A point becomes NaN if its third homogeneous coordinate becomes 0 or negative, because it then
-    has no position in the new image.
+    A point becomes NaN if its third homogeneous coordinate becomes 0 or negative, because such a
+    point has no position in the new image.
     """
     homogeneous = np.column_stack([points, np.ones(len(points))]) @ matrix.T
     scale = np.where(homogeneous[:, 2:] > 0, homogeneous[:, 2:], np.nan)
@@ -692,7 +692,8 @@ def sample_features(
     The coordinates in `points` are relative to the width and height of the map. With "bilinear",
     features are interpolated between the centres of patches. A point beyond the outermost centres
     gets the features of the outermost patch. With "patch", a point gets the features of the patch
-    that contains it. On the border of two patches, this is the right or lower patch.
+    that contains it. A point on the border of two patches gets the features of the right or lower
+    patch.
     """
     if sampling == "patch":
         rows, cols = source.shape[1:3]
@@ -713,7 +714,7 @@ def cosine_similarities(
     features: Float[Tensor, "batch points dim"],
     target: Float[Tensor, "batch rows cols dim"],
 ) -> Float[Tensor, "batch points rows cols"]:
-    """Return the cosine similarity between the features of each point and of each target patch."""
+    """Return the cosine similarity between the features of each point and each target patch."""
     patches = unit_vectors(target.flatten(1, 2))
     return (unit_vectors(features) @ patches.mT).unflatten(-1, target.shape[1:3])
 
@@ -721,9 +722,11 @@ def cosine_similarities(
 def argmax_positions(
     similarity: Float[Tensor, "batch points rows cols"],
 ) -> Float[Tensor, "batch points 2"]:
-    """Return the centre (x, y) of the patch that is most similar to each point.
+    """For each point, return the centre (x, y) of the most similar patch.
 
     x and y are relative to the width and height of the image.
+
+
     """
     rows, cols = similarity.shape[-2:]
     best = similarity.flatten(2).argmax(-1)
@@ -741,8 +744,8 @@ def soft_argmax_positions(
     result (x, y) is relative to the width and height of the image.
 
     Source: `kernel_softargmax_get_matches_logits` in `utils/keypoints.py` of
-    https://github.com/visinf/INSID3 (f1c9622a). That function returns indices of patches instead of
-    their centres.
+    https://github.com/visinf/INSID3 (f1c9622a). Unlike that source, this function returns patch
+    centres instead of patch indices.
     """
     rows, cols = similarity.shape[-2:]
     sides = torch.tensor([cols, rows], device=similarity.device)

@@ -35,8 +35,8 @@ class ObjectDiscovery(TokenCut):
     """A probe that finds several objects per image and compares their boxes with all true boxes.
 
     The classes of objects are ignored. Average precision needs a confidence for each box, but
-    MaskCut gives none. This probe treats masks that MaskCut finds earlier as more confident, which
-    CutLER does not do.
+    MaskCut gives none. Unlike CutLER, this probe treats masks that MaskCut finds earlier as more
+    confident.
 
     Attributes:
         protocol: Name of the preset. "ssl_bench" uses MaskCut with the threshold `tau` that
@@ -67,7 +67,7 @@ class ObjectDiscovery(TokenCut):
     def role(self) -> str:
         """Return "boxes", the kind of annotation that a dataset must have for this probe.
 
-        The probe `TokenCut` also accepts images without boxes. It then only draws the found
+        The probe `TokenCut` also accepts images without boxes, and then only draws the found
         objects.
         """
         return "boxes"
@@ -76,7 +76,7 @@ class ObjectDiscovery(TokenCut):
     def num_ranks(self) -> int:
         """Return the maximum number of found boxes that are scored in an image.
 
-        The boxes are ranked by confidence, so this is also the number of ranks.
+        The boxes are ranked by confidence, so the result is also the number of ranks.
         """
         return min(self.max_objects, MAX_DETECTIONS) if self.method == "maskcut" else 1
 
@@ -112,8 +112,9 @@ def score_block(
     on.
 
     In the metrics "ap", "ap50" and "ar100", boxes of different images that have the same rank count
-    as equally confident. "ap_coco" sorts such boxes by image, as pycocotools does. It therefore
-    depends on the order of the images, and has no interval and no values for single images.
+    as equally confident. The metric "ap_coco" instead sorts boxes of equal rank by image, like
+    pycocotools. This metric therefore depends on the order of the images, and has no confidence
+    interval and no values for single images.
 
     Args:
         layer: Index of the block.
@@ -153,8 +154,8 @@ def score_block(
 def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
     """Return the image-independent baseline of each metric.
 
-    There are two candidates in `CONSTANT_BOXES`: a box in the centre of each image, and a box
-    around the whole image. The one with the higher score is the baseline.
+    `CONSTANT_BOXES` contains two candidates: a box in the centre of each image, and a box around
+    the whole image. The candidate with the higher score is the baseline.
     """
     annotated = select_annotated(results)
     true = [to_boxes(result.true_boxes) for result in annotated]
@@ -180,9 +181,8 @@ def to_boxes(corners: Any) -> Boxes:
 def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: int) -> AllCounts:
     """Match the found boxes of each image to its true boxes, and count the correct ones.
 
-    In each image, the found boxes must be sorted by decreasing confidence. The first of them has
-    rank 0. The counts of an image have one row for its true boxes, and one row for each rank. Their
-    columns are for all boxes, and for the correct boxes at each IoU threshold.
+    The found boxes of each image must be sorted by decreasing confidence, and the first box has
+    rank 0. `count_image_detections` describes the rows and columns of the counts.
     """
     pairs = zip(found, true, strict=True)
     return np.stack(
@@ -193,8 +193,8 @@ def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: i
 def merge_ranks(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
     """Add up the counts of found boxes, so that all boxes count as equally confident.
 
-    In the counts of an image, row 0 is for true boxes and does not change. Each further row is for
-    one confidence rank of found boxes. The result has a single row for all of these ranks.
+    In the counts of an image, row 0 is for true boxes and does not change. All further rows, one
+    for each confidence rank of found boxes, are added up to a single row.
     """
     return np.stack([counts[:, 0], counts[:, 1:].sum(1)], axis=1)
 

@@ -93,9 +93,9 @@ LayerMetric = tuple[int, str]
 class Geometry(Probe):
     """A probe that measures how features are distributed, for example the rank of image vectors.
 
-    It measures ranks, spectra and similarities of image vectors, and properties of patch tokens. It
-    needs no labels. The central square of every image is encoded. Random crops (views) of some
-    images are encoded, too.
+    The probe measures ranks, spectra and similarities of image vectors, and properties of patch
+    tokens. No labels are needed. The central square of every image is encoded. Random crops (views)
+    of some images are also encoded.
 
     Attributes:
         facet: Feature vectors that represent an image, one name or a list: "cls" for the [CLS]
@@ -113,7 +113,8 @@ class Geometry(Probe):
             the views.
         alpha_ranks: First and last rank of the eigenvalues in the power-law fit of the metric
             alpha-ReQ. The largest eigenvalue has rank 1.
-        pair_images: Number of images for the metric uniformity, which compares all pairs of them.
+        pair_images: Number of images for the metric uniformity, which compares all pairs of these
+            images.
         outlier_factor: A patch token is an outlier if its norm exceeds this factor times the median
             norm of its image.
         batch_size: Maximum number of images in a forward pass.
@@ -148,7 +149,7 @@ class Geometry(Probe):
             low, high = getattr(self, name)
             if low > high:
                 raise ConfigurationError(
-                    f"probe.{name} expects the smaller number first, got [{low},{high}]"
+                    f"probe.{name} must contain the smaller number first, got [{low},{high}]"
                 )
 
     def list_score_keys(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -190,8 +191,8 @@ class Geometry(Probe):
     ) -> Journal:
         """Return the file that stores the feature vectors of random views (crops).
 
-        It already contains the vectors of images that a killed run has finished. `indices` are the
-        indices of the images whose views are encoded.
+        The file already contains the vectors of images that a killed run has finished. `indices`
+        selects the images whose views are encoded.
         """
         header = {
             "encoder": encoder_id(context.encoder.identity()),
@@ -209,7 +210,7 @@ class Geometry(Probe):
     def _encode_views(
         self, context: ProbeContext, images: ImageSet, indices: Sequence[int], journal: Journal
     ) -> dict[LayerFacet, Float[Tensor, "images views _dim"]]:
-        """Encode random views of some images. Return their feature vectors by layer and facet.
+        """Encode random views (crops) of images, and return the feature vectors by layer and facet.
 
         A facet is a kind of feature, such as the [CLS] token. The vectors are in CPU memory.
         `indices` selects the images. `journal` contains the vectors of images that a killed run has
@@ -257,8 +258,8 @@ class Geometry(Probe):
     ) -> "ImageStatistics":
         """Encode the central square of every image, and collect statistics of the features.
 
-        `subsets` contains the indices of images from `draw_subsets`. For example, the position
-        regression is scored on the images in "test".
+        `subsets` contains the indices of images from `draw_subsets`, such as "test" for the images
+        on which the position regression is scored.
         """
         encoder = context.encoder
         available = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
@@ -287,7 +288,8 @@ class Geometry(Probe):
     ) -> Iterator[Score]:
         """Yield the scores of the image vectors of one layer and facet (kind of feature).
 
-        `statistics` describes the central squares. `views` contains the vectors of random crops.
+        `statistics` describes the features of the central squares. `views` contains the vectors of
+        random crops.
         """
         moments = statistics.moments[cell]
         count, dim = moments.count, len(moments.mean)
@@ -383,7 +385,7 @@ def _score(
 
 
 def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[int]]:
-    """Choose random images for each purpose, and return their indices by purpose.
+    """Choose random images for each purpose, such as random crops, and return their indices.
 
     Returns:
         Indices in ascending order under five keys. The images in "views" are encoded as random
@@ -444,7 +446,7 @@ class ImageStatistics:
         """Encode a batch of images, and update all statistics.
 
         `indices` are the indices of these images in the dataset. `part` states how the position
-        regression uses them: "train", "selection" or "test".
+        regression uses these images: "train", "selection" or "test".
         """
         features, sums = extractor.extract_unchecked(pixels)
         rows = [row for row, index in enumerate(indices) if index in self._uniformity_indices]
@@ -467,7 +469,7 @@ class ImageStatistics:
     def _patch_values(self, features: Features) -> dict[LayerMetric, Float[Tensor, " batch"]]:
         """Compute the metrics of patch tokens for each image, such as the share of outliers.
 
-        The keys of the result are a layer and the name of a metric.
+        Each key of the result is a pair of a layer and a metric.
         """
         values: dict[LayerMetric, Float[Tensor, " batch"]] = {}
         for layer, facets in features.items():
@@ -499,9 +501,9 @@ def uniformity(vectors: Float64[Tensor, "images dim"]) -> Jackknife:
     """Return the uniformity of image vectors, as a jackknife estimate with a 95 % interval.
 
     The vectors are L2-normalised first. Uniformity is the logarithm of the mean of exp(-2
-    distance^2) over all pairs of vectors. It is in [-8, 0]. It is 0 if all vectors have the same
-    direction, and lower if the directions are spread more evenly. It is NaN for a single image, and
-    if a vector is zero. The computing time is proportional to images^2 * dim.
+    distance^2) over all pairs of vectors. Uniformity is in [-8, 0]: 0 if all vectors have the same
+    direction, and lower if the directions are spread more evenly. The result is NaN for a single
+    image, and if a vector is zero. The computing time is proportional to images^2 * dim.
 
     Source: Wang and Isola, 2020, https://github.com/ssnl/align_uniform/tree/78ccdb19.
     """
@@ -565,11 +567,11 @@ class PositionRegression:
         self._sums = {"train": PositionSums(), "selection": PositionSums()}
 
     def add(self, patches: Patches, part: str) -> None:
-        """Use images to fit the regression, or score the fitted regression on them.
+        """Add images to fit or to score the regression.
 
-        `part` decides between the two. Images of the parts "train" and "selection" are used for the
-        fit, and images of the part "test" are scored. The regression is fitted when the first
-        images of "test" are added.
+        Images with the `part` "train" or "selection" are used to fit the regression. Images with
+        the `part` "test" are used to score the regression. The regression is fitted when the first
+        images with the `part` "test" are added.
         """
         if part in self._sums:
             self._sums[part].add(patches)
@@ -601,7 +603,7 @@ class PositionSums:
     def cross_covariance(self) -> Float64[Tensor, "dim 2"]:
         """Return the covariance between tokens and positions.
 
-        The mean token need not be subtracted, because the mean of the positions is 0 in each image.
+        Subtracting the mean token is not necessary, because the mean position in each image is 0.
         """
         return self._crossed / self.moments.count
 
@@ -623,8 +625,9 @@ class PositionFit:
     def r2(self, patches: Patches) -> Float64[Tensor, " images"]:
         """Return the R^2 of the predicted patch positions in each image, averaged over x and y.
 
-        R^2 is 1 - squared error / variance. If an image has a single row (or column) of patches, y
-        (or x) has no variance and is left out. For images of a single patch, the result is NaN.
+        R^2 is 1 - squared error / variance. For an image with a single row of patches, only x is
+        scored, because y has no variance. For a single column, only y is scored. For a single
+        patch, the result is NaN.
         """
         rows, cols = patches.shape[1:3]
         tokens = to_float64(patches).flatten(1, 2)
@@ -640,8 +643,9 @@ class PositionFit:
 def fit_positions(train: PositionSums, selection: PositionSums) -> PositionFit:
     """Select the ridge penalty, and fit the regression from patch tokens to patch positions.
 
-    For each penalty, a regression is fitted to `train`. The penalty with the lowest error on
-    `selection` is selected. The returned regression is fitted to `train` and `selection` together.
+    For each ridge penalty, one regression is fitted to `train`. The penalty with the lowest error
+    on `selection` is selected. The returned regression is fitted to `train` and `selection`
+    together.
     """
     mean, covariance = train.moments.mean, train.moments.covariance
     other_mean, other_covariance = selection.moments.mean, selection.moments.covariance

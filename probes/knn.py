@@ -46,7 +46,7 @@ class KNN(Probe):
         neighbours: Number k of nearest training images that vote, or a list of numbers.
         temperature: Each vote has the weight exp(cosine similarity / temperature).
         facet: Feature that represents an image, or a list of such features. "cls" is the [CLS]
-            token, and "patch_mean" is the mean of the patches. These two are taken after the
+            token, and "patch_mean" is the mean of the patches. Both features are taken after the
             encoder's final norm. For attn_out, attn_skip, mlp_hidden, mlp_out and submodules of a
             block, the feature is the mean of the patches, without a norm.
         image_size: Side of the square input in pixels (default: the encoder's native size).
@@ -61,7 +61,8 @@ class KNN(Probe):
             the encoder processes the images several times.
         engine: Search engine: "faiss" or "torch". "auto" uses faiss for many images on a CPU.
             The two engines find the same neighbours.
-        guesses: Notes in the results on differences between the preset and its authors' code.
+        guesses: Notes that are stored with the results, on differences from the code of the
+            preset's authors.
 
     Source: `eval_knn.py` of https://github.com/facebookresearch/dino, which scores only the last
     block.
@@ -105,8 +106,8 @@ class KNN(Probe):
         """Return a copy without default values of `neighbours` that are too large for the dataset.
 
         A value is too large if it exceeds the number of training images. `chosen_fields` contains
-        the names of the settings that the user has set. If it contains "neighbours", no value is
-        removed.
+        the names of the settings that the user has set. If the user has set `neighbours`, no value
+        is removed.
         """
         if "neighbours" in chosen_fields or self.shots is not None:
             return self
@@ -131,10 +132,11 @@ class KNN(Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Classify the scored images by k-NN on each layer, and yield the accuracies.
 
-        The images are encoded once for each group of layers whose features fit into memory.
+        The layers are divided into groups whose features fit into memory, and the images are
+        encoded once for each group.
 
-        The true class of an image is among the top 5 if it has votes and fewer than five classes
-        have more votes. The top-5 accuracy is NaN if there are fewer than five classes.
+        The true class of an image is among the top 5 if this class has votes and fewer than five
+        classes have more votes. The top-5 accuracy is NaN if there are fewer than five classes.
 
         Raises:
             ConfigurationError: A value of `neighbours` exceeds the number of training images, or
@@ -171,20 +173,20 @@ class KNN(Probe):
     def _limit_neighbours(self, num_images: int) -> list[int]:
         """Return the values of `neighbours` that do not exceed `num_images`.
 
-        If all of them exceed it, return `num_images` as the only value.
+        If all values exceed `num_images`, return `num_images` as the only value.
         """
         return [k for k in self.neighbours if k <= num_images] or [num_images]
 
     def _shot_neighbours(self, shots: int) -> tuple[int, ...]:
         """Return the values of k (number of nearest neighbours) for a number of shots.
 
-        A shot is a training image of a class. The values are `shots` itself, and all values of the
-        setting `neighbours` below it.
+        `shots` is the number of training images of each class. The values are `shots` itself, and
+        all values of the setting `neighbours` below `shots`.
         """
         return (*sorted(k for k in set(self.neighbours) if k < shots), shots)
 
     def _draw_train_images(self, train: ImageSet, seed: int) -> tuple[int, ...]:
-        """Draw at random the training images that vote for classes, and return their indices.
+        """Draw random training images that vote for classes, and return their indices.
 
         Raises:
             ConfigurationError: There are fewer training images than neighbours that should vote.
@@ -212,8 +214,8 @@ class KNN(Probe):
     ) -> Iterator[Score]:
         """Classify images by votes of their nearest training images, and yield the accuracies.
 
-        `queries` contains the scored images, and `memory_bank` the training images. There are
-        separate accuracies for each number of voting images in `neighbours`.
+        `queries` contains the scored images, and `memory_bank` the training images. Each number of
+        voting images in `neighbours` has its own accuracies.
         """
         ranks = knn_ranks(
             queries.to(context.device),

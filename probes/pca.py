@@ -2,7 +2,8 @@
 
 The file contains, in this order: the probe (`PCA`), the computation of principal components, the
 split into foreground and background, the alignment of colours, and reference maps. Reference maps
-are saved maps of one encoder. The colours of other encoders' maps can be aligned with them.
+are saved maps of one encoder. The maps of other encoders can be aligned with the reference maps, so
+that the colours are similar.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,10 +71,10 @@ Colours = UInt8[np.ndarray, "_rows _cols 3"]
 
 @dataclass(frozen=True)
 class PCA(Probe):
-    """A probe that draws PCA maps of some images, in colours that agree between blocks.
+    """A probe that draws PCA maps of some images, in similar colours for all blocks.
 
     A map shows three principal components of the patch features as red, green and blue. The score
-    is the percentage of the variance that they explain. Nothing is trained.
+    is the percentage of the variance that these components explain. Nothing is trained.
 
     Attributes:
         protocol: Images that the components are fitted to. "image" fits them to each image
@@ -87,14 +88,15 @@ class PCA(Probe):
             side is rounded to a multiple of the patch size. Null for the larger of 224 and the
             encoder's native size.
         squash: Side in pixels of the squares that images are resized to without keeping their
-            aspect ratio. It is set automatically for encoders that accept only one size.
+            aspect ratio. The value is set automatically for encoders that accept only one image
+            size.
         background: How to treat patches of the background. "keep" shows them. "first_component"
             removes patches by a threshold on the first component, and fits the components to the
             remaining patches.
         align_to: Another encoder whose colours the maps should resemble, as a folder of its PCA
-            figures or the name of its checkpoint. It must have been probed on the same images with
-            the same protocol and output folder. If null, the colours are aligned with the encoder's
-            own last block.
+            figures or the name of its checkpoint. The other encoder must have been probed on the
+            same images with the same protocol and output folder. If null, the colours are aligned
+            with the encoder's own last block.
         grid: File format of the overview figure, which shows all images and maps.
     """
 
@@ -165,7 +167,7 @@ class PCA(Probe):
 
     @property
     def figure_folder(self) -> str:
-        """Return the folder name for figures. The name contains `align_to`, if it is set."""
+        """Return the folder name for figures. The name contains `align_to` if it is set."""
         if self.align_to is None:
             return self._unaligned_folder
         return f"{self._unaligned_folder}-as-{file_name('-'.join(Path(self.align_to).parts[-2:]))}"
@@ -188,7 +190,7 @@ class PCA(Probe):
         images = self.scored_images(context.dataset)
         numbers = sample_indices(images.ids, self.panels)
         if len(numbers) < len(images):
-            line = f"pca: only {len(numbers)} of {len(images)} images are projected"
+            line = f"pca: only {len(numbers)} of {len(images)} images are shown as PCA maps"
             context.say(with_hint(line, hint=("--pictures", str(len(images)))))
         samples = [images[number] for number in numbers]
         reference = None if self.align_to is None else self._load_reference(context, samples)
@@ -214,7 +216,7 @@ class PCA(Probe):
     def _load_reference(self, context: ProbeContext, samples: Sequence[Sample]) -> list[Map]:
         folder = find_reference(str(self.align_to), context.artifacts, self._unaligned_folder)
         source, maps = load_reference(folder, [sample.image_id for sample in samples])
-        context.say(f"pca: colours aligned with {source}")
+        context.say(f"pca: the colours of the maps are aligned with {source}")
         return maps
 
     def _extract(
@@ -227,7 +229,7 @@ class PCA(Probe):
         """Compute the patch features of `samples`, the images to draw, and return them by layer.
 
         Also return the moments (mean and covariance) of the features of all images in the dataset.
-        The moments are empty unless `protocol` is "dataset".
+        If `protocol` is not "dataset", the moments are empty.
 
         Raises:
             CheckpointError: Features are not finite.
@@ -255,10 +257,10 @@ class PCA(Probe):
         return features, moments
 
     def _fit(self, features: Sequence[PatchFeatures], moments: Moments | None) -> "BlockMaps":
-        """Fit principal components to the features of one block, and project the features on them.
+        """Fit principal components to the features of one block, and compute the projections.
 
-        `features` has one element for each image to draw. If `moments` (mean and covariance of the
-        whole dataset) is given, the components are computed from these moments instead.
+        `features` has one element for each image in the figures. If `moments` (mean and covariance
+        of the whole dataset) is given, the components are computed from these moments instead.
         """
         block = BlockMaps([], [], [])
         for group in self._group_images(features):
@@ -312,9 +314,9 @@ class PCA(Probe):
         Also save reference maps, so that the maps of other encoders can be drawn in similar
         colours.
 
-        Colours are aligned with the maps in `reference`, one for each image. If `reference` is
-        None, they are aligned with the map of the image from the encoder's last block. If this map
-        is constant, an earlier block is used.
+        Colours are aligned with the maps in `reference`, which has one map for each image. If
+        `reference` is None, the maps of an image are aligned with its map from the encoder's last
+        block. If the last block's map is constant, an earlier block is used.
         """
         folder = context.artifacts / self.figure_folder
         # For each image, the last map that is not constant.
@@ -357,7 +359,7 @@ class PCA(Probe):
     def _draw_overview(
         self, context: ProbeContext, folder: Path, rows: Sequence[Sequence[Picture]]
     ) -> None:
-        """Save one figure with all images and maps. A row contains an image and its maps."""
+        """Save one figure with all images and maps. Each row contains an image and its maps."""
         fitted = {
             "image": "fitted to each image",
             "batch": f"fitted to these {len(rows)} images",
@@ -396,8 +398,8 @@ class Projection:
         deviations: Standard deviation of the features along each component.
         explained_percent: Percentage of the variance that each component explains, or 0 for
             constant features.
-        spread: Variance of the features in percent of their mean square. If it is small, all
-            patches are nearly equal. The map does not show this, because it always has full
+        spread: Variance of the features in percent of their mean square. If this value is small,
+            all patches are nearly equal. The map does not show this, because maps always have full
             contrast.
     """
 
@@ -412,7 +414,7 @@ class Projection:
         return not bool(self.explained_percent.any())
 
     def apply(self, features: Float[Tensor, "rows cols dim"]) -> Map:
-        """Project the features of an image on the components, and divide by standard deviations.
+        """Project the features of an image onto the components, and divide by standard deviations.
 
         Components without variance become 0.
         """
@@ -430,8 +432,8 @@ def fit_projection(tokens: Float[Tensor, "tokens dim"]) -> Projection:
 def principal_components(moments: Moments) -> Projection:
     """Compute the first three principal components from moments (mean and covariance) of features.
 
-    In each component, the entry of largest magnitude is positive. The signs therefore do not depend
-    on the eigensolver.
+    In each component, the entry of largest magnitude is positive, so the signs of components do not
+    depend on the eigensolver.
     """
     variances, vectors = torch.linalg.eigh(moments.covariance)
     variances = variances.clamp(min=0)
@@ -456,7 +458,7 @@ def principal_components(moments: Moments) -> Projection:
 def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " components *dim"]:
     """Append zeros along the first axis until there are values for three principal components.
 
-    Features with fewer than three channels have fewer components.
+    Features with fewer than three channels have fewer than three components.
     """
     missing = torch.zeros(NUM_COMPONENTS - len(values), *values.shape[1:], dtype=torch.float64)
     return torch.cat([values, missing])
@@ -465,13 +467,13 @@ def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " 
 def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
     """Split patches into foreground and background, and return the masks of the foreground.
 
-    The patches of all images are split by a threshold on their first principal component. It
-    minimises the variance within the two groups (exact 2-means in one dimension). The foreground is
-    the group that is less frequent on the image borders than in whole images, because objects are
-    assumed to be near the centre. The masks are only a heuristic for figures.
+    The patches of all images are split by a threshold on their first principal component. The
+    threshold minimises the variance within the two groups (exact 2-means in one dimension). Objects
+    are assumed to be near the centre, so the foreground is the group that is less frequent on the
+    image borders than in whole images. The masks are only a heuristic for figures.
 
     Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1. The authors of DINOv2 choose the
-    threshold, and which side of it is the foreground, by hand.
+    threshold and the side of the foreground by hand.
     """
     projection = fit_projection(torch.cat([f.flatten(0, 1) for f in features]))
     firsts = [projection.apply(f)[..., 0] for f in features]
@@ -492,7 +494,8 @@ def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
 def two_means_threshold(values: Float64[Tensor, " values"]) -> float:
     """Return the threshold that splits values into two groups by exact 2-means.
 
-    The sum of squared deviations from the mean of each group is as small as possible.
+    The threshold minimises the sum of the squared deviations of all values from the mean of their
+    group.
     """
     ordered = values.sort().values
     below = torch.arange(1, len(ordered), dtype=torch.float64)
@@ -531,11 +534,11 @@ class BlockMaps:
 
 
 def orient_signs(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:
-    """Flip the sign of each principal component if the sum of its cubed values is negative.
+    """Flip the sign of each principal component whose cubed values have a negative sum.
 
-    The longer tail of the values is then positive. Only patches within the masks are considered.
-    Unlike the signs from `principal_components`, these signs do not change if the feature space is
-    rotated.
+    The longer tail of a component's values is then positive. Only patches within the masks are
+    considered. Unlike the signs from `principal_components`, these signs do not change if the
+    feature space is rotated.
     """
     values = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
     signs = torch.where(values.pow(3).sum(0) < 0, -1.0, 1.0).double()
@@ -625,14 +628,14 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
     except Exception as error:
         reraise_out_of_memory(error)
         raise DataError(
-            f"cannot read the reference maps in {path}. Repeat the PCA probe of the checkpoint "
-            "that probe.align_to names",
+            f"cannot read the reference maps in {path}. Run the PCA probe again on the "
+            "checkpoint in probe.align_to",
             hint=("--overwrite",),
         ) from error
     if missing := [image for image in images if image not in maps]:
         raise DataError(
-            f"there are no maps of {source} for {len(missing)} of {len(images)} images, such as "
-            f"{missing[0]}. Probe that checkpoint on the same images first",
+            f"the checkpoint {source} has no maps of {len(missing)} of {len(images)} images, such "
+            f"as {missing[0]}. Run the PCA probe on this checkpoint with all images first",
             hint=("--pictures", "{number}"),
         )
     return source, [maps[image] for image in images]
@@ -672,6 +675,6 @@ def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
             return folders[0]
     raise ConfigurationError(
         f"probe.align_to must be a folder with {REFERENCE_FILE} or the name of one checkpoint, got "
-        f"{align_to!r}. Checkpoints in {artifacts.parent} with maps of the same images in a folder "
-        f"{figure_folder!r}: {', '.join(dict.fromkeys(known)) or 'none'}"
+        f"{align_to!r}. These checkpoints in {artifacts.parent} have maps of the same images in a "
+        f"folder {figure_folder!r}: {', '.join(dict.fromkeys(known)) or 'none'}"
     )

@@ -31,8 +31,8 @@ class Picture:
     """An image with titles above it, as one part of a figure.
 
     In the figure, the image is resized to the height `height`. Very wide images are resized to a
-    width of three times `height` instead. Images with fewer pixels, such as maps of patches, are
-    enlarged without blurring.
+    width of three times `height` instead. Smaller images, such as maps of patches, are enlarged
+    without blurring.
 
     Attributes:
         image: RGB image with values from 0 to 255.
@@ -50,7 +50,7 @@ class Picture:
 
     @property
     def is_map(self) -> bool:
-        """Return whether the image is a small map of patches, to be enlarged without blurring."""
+        """Return whether the image is a map of patches, which is enlarged without blurring."""
         return self.image.shape[0] < self.height
 
     @property
@@ -81,12 +81,12 @@ class Picture:
 
 
 def draw_tile(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image.Image:
-    """Draw an image with titles above it. The result can be placed in a figure by `save_sheet`."""
+    """Draw an image with titles above it. `save_sheet` can place the result in a figure."""
     return Picture(image, titles).tile()
 
 
 def draw_heading(text: str) -> Image.Image:
-    """Draw a line of text as an image. The result can be placed in a figure by `save_sheet`."""
+    """Draw a line of text as an image. `save_sheet` can place the result in a figure."""
     tile = Image.new("RGB", (2 + round(_text_width(text)), TITLE_HEIGHT), "white")
     _write(tile, text, 2)
     return tile
@@ -121,7 +121,7 @@ def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
     """Arrange tiles (images with titles) in rows on a white background, and save them as one PNG.
 
     A text field of the PNG contains the left edge, top edge, width and height of each image without
-    its titles. Reports use these numbers to show a single image of the PNG.
+    its titles. Reports use these positions and sizes to show a single image of the PNG.
     """
     width = max(sum(tile.width + MARGIN for tile in row) for row in rows) + MARGIN
     height = sum(max(tile.height for tile in row) + MARGIN for row in rows) + MARGIN
@@ -143,8 +143,8 @@ def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
 def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
     """Arrange images and their titles in rows below a heading, and save them as one SVG.
 
-    A reader can select and copy the text. Small maps are enlarged so that viewers do not blur their
-    patches. Photographs are stored at twice their displayed resolution.
+    The text in the SVG can be selected and copied. Small maps are enlarged so that viewers do not
+    blur their patches. Photographs are stored at twice their displayed resolution.
     """
     parts = [_svg_text(heading_line, MARGIN, MARGIN + 13)]
     top, right = 2 * MARGIN + TITLE_HEIGHT, 2 * MARGIN + 2 + round(_text_width(heading_line))

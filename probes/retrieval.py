@@ -1,8 +1,8 @@
 """Dense retrieval: how well do the patches of each block find patches of the same class?
 
-The features of training patches, and the classes of their pixels, are stored in a memory. Each
-patch of a scored image gets its classes by a vote of its nearest neighbours in this memory. The
-predicted masks are scored by mean IoU and pixel accuracy.
+The features of training patches, and the classes of their pixels, are stored in a memory. For each
+patch of a scored image, its nearest neighbours in this memory vote for classes. The predicted masks
+are scored by mean IoU and pixel accuracy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,13 +82,13 @@ class Retrieval(Probe):
         engine: Library that finds neighbours, "faiss" or "torch". "auto" selects faiss for large
             searches on a CPU. The similarities that faiss and torch compute may differ in the last
             bit.
-        guesses: Notes in the results on settings that the authors of the protocol do not specify,
-            and on differences from their settings.
+        guesses: Notes that are stored with the results, on settings that the protocol's authors do
+            not specify and on differences from their settings.
 
     The protocol "hbird" adds the metric "miou_matched" of
     https://github.com/vpariza/open-hummingbird-eval: mean IoU after matching the predicted classes
-    one-to-one to the true classes. That code counts ignored pixels as class 0. This probe instead
-    leaves them out of the label histograms.
+    one-to-one to the true classes. The code of open-hummingbird-eval counts ignored pixels as class
+    0. This probe instead leaves ignored pixels out of the label histograms.
 
     Source: Balazevic et al., "Towards In-Context Scene Understanding",
     https://arxiv.org/abs/2306.01667.
@@ -130,8 +130,8 @@ class Retrieval(Probe):
     def has_matched_metric(self) -> bool:
         """Return whether the probe scores the metric "miou_matched".
 
-        This metric is the mean IoU after matching the predicted classes to the true classes. It is
-        scored only if `protocol` is "hbird".
+        This metric is the mean IoU after matching the predicted classes to the true classes. The
+        metric is scored only if `protocol` is "hbird".
         """
         return self.protocol == "hbird"
 
@@ -195,10 +195,10 @@ class Retrieval(Probe):
         )
 
     def _draw_patches(self, training_pass: TrainingPass, seed: int) -> Int64[Tensor, " memory"]:
-        """Draw at random the training patches whose features are stored in the memory.
+        """Draw random training patches whose features are stored in the memory.
 
-        Return the indices of these patches in ascending order. The patches of all training images
-        are numbered consecutively.
+        Return the indices of the drawn patches in ascending order. The patches of all training
+        images are numbered consecutively.
         """
         labelled = find_labelled_patches(training_pass)
         if not len(labelled):
@@ -224,7 +224,7 @@ class Retrieval(Probe):
         training_pass: TrainingPass,
         images: ImageSet,
     ) -> tuple[ImageCounts, Int64[np.ndarray, "layers classes classes"]]:
-        """Predict the masks of all scored images with the memory of each layer, and count pixels.
+        """For each layer, predict the masks of all scored images with the memory, and count pixels.
 
         Args:
             memory: L2-normalised features of the training patches in the memory, by layer.
@@ -268,11 +268,11 @@ class Retrieval(Probe):
         memory: Float[Tensor, "memory dim"],
         shares: Float[Tensor, "memory classes"],
     ) -> Float[Tensor, "batch rows cols classes"]:
-        """Return the share of the votes that each class gets, for each patch in `features`.
+        """For each patch in `features`, return the share of the votes that each class gets.
 
         The voters of a patch are its nearest training patches in the memory. Votes are weighted by
-        similarity. A voter divides its vote among the classes of its labelled pixels, as given by
-        `shares`.
+        similarity. A voter divides its vote among the classes of its labelled pixels, whose shares
+        are in `shares`.
         """
         unit = unit_vectors(features.flatten(0, 2).float())
         if prefers_faiss(unit, memory, self.engine):
@@ -309,9 +309,9 @@ def encode_patches(
     patches: Int64[Tensor, " memory"],
     classes: int,
 ) -> tuple[Float16[Tensor, "layers memory dim"], Float[Tensor, "memory classes"]]:
-    """Compute features of training patches, and the share of each class in their labelled pixels.
+    """For training patches, compute the features and the class shares of the labelled pixels.
 
-    Crops that contain none of these patches are not encoded. The results are in CPU memory.
+    Crops without any of the requested patches are not encoded. The results are in CPU memory.
 
     Args:
         training_pass: Pass over the training images.

@@ -1,12 +1,12 @@
-"""Linear segmentation: how well can a linear head segment images with the patches of each block?
+"""Linear segmentation: how well can a linear head segment images with the features of a block?
 
 The frozen encoder computes patch features of the training images. For each block and each learning
-rate, one head is trained on them. Some training images are held out to select the learning rate.
-The heads then predict the class of each pixel of the scored images. The scores are mean IoU and
-pixel accuracy.
+rate, one head is trained on these features. Some training images are held out to select the
+learning rate. The heads then predict the class of each pixel of the scored images. The scores are
+mean IoU and pixel accuracy.
 
-The source of a head is the block whose features it receives. It may also be a group of blocks whose
-features are concatenated.
+The source of a head is the block whose features the head receives. A source may also be a group of
+blocks whose features are concatenated.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -142,8 +142,8 @@ class Segmentation(Probe):
     """A probe that segments images with linear heads on the patch features of each block.
 
     The heads of all blocks and all learning rates are trained together, so the encoder processes
-    each image only once. If no images are held out, the learning rate is selected at the end. The
-    few images in figures are then processed again.
+    each image only once. If no images are held out, the learning rate is selected at the end, and
+    the few images in figures are then processed again.
 
     Attributes:
         protocol: Name of the preset that sets the default values.
@@ -178,9 +178,9 @@ class Segmentation(Probe):
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Notes in the results on settings that the authors of the protocol do not specify,
-            and on differences from the published protocol. $NAME is replaced by the value of the
-            setting NAME.
+        guesses: Notes that are stored with the results, on settings that the protocol's authors do
+            not specify and on differences from the published protocol. $NAME is replaced by the
+            value of the setting NAME.
     """
 
     protocol: str = "ssl_bench"
@@ -222,8 +222,8 @@ class Segmentation(Probe):
         slides = isinstance(self.inference, SlidingWindows)
         if self.holdout and (self.crops != "whole" or slides):
             raise ConfigurationError(
-                "held-out images are scored with stored features of whole images, so probe.holdout "
-                f"must be 0 for random crops and for sliding windows, got {self.holdout}",
+                "probe.holdout must be 0 with random crops or sliding windows, because held-out "
+                f"images are scored with stored features of whole images, got {self.holdout}",
                 hint=("probe.holdout=0.0", "or", "probe.crops=whole", "probe.inference=squash"),
             )
         if self.training.refit and not self.holdout:
@@ -268,7 +268,7 @@ class Segmentation(Probe):
         return {**dict.fromkeys(panels, shown), self.list_name(seed): shown[:1]}
 
     def panel_name(self, image_id: str) -> str:
-        """Return the file name of the figure of a scored image, given the id of the image."""
+        """Return the file name of a scored image's figure, given the id of the image."""
         return figure_file_name(image_id, prefix=f"{self._file_prefix}-")
 
     def list_name(self, seed: int) -> str:
@@ -373,8 +373,8 @@ class SegmentationRun:
     def features(self) -> TrainingFeatures:
         """Compute the features of the training images, or load them from the cache.
 
-        If the setting `probe.tier` is "stream", the features are not stored. They are computed each
-        time they are read.
+        If the setting `probe.tier` is "stream", the features are not stored, but computed each time
+        they are read.
         """
         probe = self.probe
         return self.training_pass.run(
@@ -451,7 +451,7 @@ class SegmentationRun:
     ) -> ImageCounts:
         """Predict all scored images with all heads. Return pixel counts of each image and class.
 
-        Images whose counts a killed run has saved are skipped.
+        Images are skipped if a killed run has saved their counts.
 
         Args:
             heads: Heads from `train`.
@@ -509,7 +509,7 @@ class SegmentationRun:
         return predicted
 
     def prepare(self, sample: Sample) -> ScoredImage:
-        """Resize an image and its mask for the encoder, in the form that `predict` needs."""
+        """Resize an image and its mask for the encoder, and return the input of `predict`."""
         probe = self.probe
         return probe.inference.prepare(sample, probe.image_size, self.context.encoder.mean)
 
@@ -582,12 +582,13 @@ class SegmentationRun:
     ) -> Iterator[Score]:
         """Yield the scores of the heads that receive the features of one source.
 
-        A source is a layer or a group of layers. Its heads differ in their learning rate or C. The
-        metric "miou_oracle" scores the head with the highest mean IoU on the scored images. The
-        other metrics score the head that was selected on held-out images, if there are any.
+        A source is a layer or a group of layers. The heads of a source differ in their learning
+        rate or C. The metric "miou_oracle" scores the head with the highest mean IoU on the scored
+        images. If images are held out, the other metrics score the head that was selected on the
+        held-out images.
 
-        `index` is the index of the source, and `head_index` that of the selected head. `counts`
-        contains the pixel counts of all scored images.
+        `index` is the index of the source, and `head_index` is the index of the selected head.
+        `counts` contains the pixel counts of all scored images.
         """
         training, source = self.probe.training, self.sources[index]
         values, hyperparameter = training.values, training.hyperparameter
@@ -641,11 +642,11 @@ class SegmentationRun:
     def _draw_panels(self, heads: TrainedHeads, head_indices: Sequence[int]) -> None:
         """Save a figure of some images: photograph, ground truth, predictions and a legend.
 
-        Predictions that are not in memory are computed again. This happens if a killed run has
-        scored the image, or if it was scored before the learning rate or C was selected.
+        The predictions of an image are computed again if a killed run has scored the image, or if
+        the image was scored before the learning rate or C was selected.
 
-        `head_indices` contains the index of the selected learning rate or C of each source (layer
-        or group of layers).
+        For each source (layer or group of layers), `head_indices` contains the index of the
+        selected learning rate or C.
         """
         ids = self.scored_images.ids
         indices = sample_indices(ids, self.probe.panels)
@@ -709,8 +710,8 @@ def _select_maps(
 ) -> UInt8[Tensor, "sources height width"]:
     """Return the class maps that were predicted with the selected learning rate or C.
 
-    There is one class map for each source (layer or group of layers). `head_indices` contains the
-    index of the selected learning rate or C of each source.
+    There is one class map for each source (layer or group of layers). For each source,
+    `head_indices` contains the index of the selected learning rate or C.
     """
     return torch.stack(
         [by_value[value] for by_value, value in zip(predicted, head_indices, strict=True)]
@@ -718,14 +719,14 @@ def _select_maps(
 
 
 def _best_index(by_value: Float64[np.ndarray, " values"]) -> int:
-    """Return the index of the highest mean IoU. If several are equal, return the first of them."""
+    """Return the index of the first head with the highest mean IoU."""
     return int(np.nan_to_num(by_value, nan=-1.0).argmax())
 
 
 def overlay_classes(
     image: UInt8[np.ndarray, "height width 3"], mask: UInt8[np.ndarray, "height width"]
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Blend an image with the colour of each pixel's class. Ignored pixels do not change."""
+    """Blend an image with the colour of each pixel's class. Ignored pixels keep their colour."""
     blended = (0.4 * image + 0.6 * _COLOURS[mask]).astype(np.uint8)
     return np.where((mask == IGNORE_INDEX)[..., None], image, blended)
 

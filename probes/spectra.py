@@ -31,8 +31,8 @@ def condition_number(values: Values, size: int) -> Float64[Tensor, "*batch"]:
     """Return the condition number: the largest singular value divided by the smallest.
 
     The condition number of a singular matrix is infinite. A matrix counts as singular if its
-    smallest singular value is at most size * 2.2e-16 times the largest. The reason is that rounding
-    errors can turn a zero into such a small value. A matrix of zeros is singular, too.
+    smallest singular value is at most size * 2.2e-16 times the largest. Rounding errors can turn a
+    singular value of zero into such a small value. A matrix of zeros also counts as singular.
 
     Args:
         values: All singular values of each matrix, in descending order.
@@ -47,7 +47,7 @@ def effective_rank(values: Values) -> Float64[Tensor, "*batch"]:
     """Return the effective rank of each matrix, given its singular values.
 
     The singular values are divided by their sum. The effective rank is the exponential of the
-    entropy of these shares. It is 0 for a zero matrix.
+    entropy of the resulting shares, or 0 for a matrix of zeros.
 
     Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
     """
@@ -60,10 +60,10 @@ def effective_rank(values: Values) -> Float64[Tensor, "*batch"]:
 def rankme(moments: Moments) -> float:
     """Return RankMe, a smooth version of the rank of a set of vectors.
 
-    RankMe is exp(-sum p ln p) with p = s / sum(s) + 1e-7. Here, s are the singular values of the
-    matrix of all vectors, without subtracting their mean. The shares p are not normalised again.
-    RankMe is about 1 if all vectors are equal, and NaN if all are zero. Without the constant 1e-7,
-    it would be at most min(vectors, dim).
+    RankMe is exp(-sum p ln p) with p = s / sum(s) + 1e-7, where s are the singular values of the
+    matrix of all vectors. The mean of the vectors is not subtracted. The shares p are not
+    normalised again. RankMe is about 1 if all vectors are equal, and NaN if all are zero. Without
+    the constant 1e-7, RankMe would be at most min(vectors, dim).
 
     The singular values are computed as square roots of the eigenvalues of the second-moment matrix.
     Singular values below 1e-7 times the largest one are therefore lost in rounding errors.
@@ -78,8 +78,8 @@ def rankme(moments: Moments) -> float:
 def centred_effective_rank(moments: Moments) -> float:
     """Return the effective rank of a set of vectors after subtracting their mean.
 
-    The effective rank is in [1, min(vectors - 1, dim)]. It is NaN if all vectors are equal.
-    `moments` are the mean and covariance of the vectors.
+    The effective rank is in [1, min(vectors - 1, dim)], or NaN if all vectors are equal. `moments`
+    are the mean and covariance of the vectors.
     """
     if is_constant(moments):
         return math.nan
@@ -120,16 +120,16 @@ def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[in
 def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
     """Return LiDAR, a rank of image vectors that takes the spread of their views into account.
 
-    LiDAR is exp(-sum p ln p) with p = l / sum(l) + 1e-7. Here, l are the eigenvalues of the matrix
-    W^-1/2 B W^-1/2. The vector of an image is the mean of its views. B is the covariance of these
-    means. W is the covariance of the views around the mean of their image, with `delta` added to
-    its diagonal. All `dim` eigenvalues count, including zeros, so the rank can be slightly above
-    min(images - 1, dim).
+    LiDAR is exp(-sum p ln p) with p = l / sum(l) + 1e-7, where l are the eigenvalues of the matrix
+    W^-1/2 B W^-1/2. The vector of an image is the mean of its views, and B is the covariance of the
+    image vectors. W is the covariance of the views around the vector of their image, with `delta`
+    added to the diagonal of W. All `dim` eigenvalues count, including zeros, so the rank can be
+    slightly above min(images - 1, dim).
 
     The result is NaN for a single image, and if all images have the same mean.
 
     Source: Thilak et al., "LiDAR", ICLR 2024, https://arxiv.org/abs/2312.04000. The paper adds a
-    constant to the shares without stating its value. The value 1e-7 is that of RankMe and of
+    constant to the shares without stating its value. The value 1e-7 is taken from RankMe and from
     https://github.com/arnab39/reptrix.
     """
     count, num_views, dim = views.shape
@@ -157,7 +157,8 @@ def is_constant(moments: Moments) -> bool:
 def _variances(moments: Moments) -> Float64[Tensor, " values"]:
     """Return the eigenvalues of the covariance of vectors, largest first.
 
-    The covariance of n vectors has at most n - 1 nonzero eigenvalues. All others are left out.
+    The covariance of n vectors has at most n - 1 nonzero eigenvalues. All other eigenvalues are
+    left out.
     """
     covariance = moments.covariance
     return _eigenvalues(covariance, max(1, min(moments.count - 1, len(covariance))))
@@ -176,7 +177,7 @@ def _eigenvalues(matrix: Float64[Tensor, "dim dim"], limit: int) -> Float64[Tens
 def _rank_with_constant(values: Float64[Tensor, " values"]) -> float:
     """Return the effective rank of non-negative values, with a small constant added to each share.
 
-    The values are divided by their sum, and `SHARE_EPS` is added to each of these shares. The
-    effective rank is the exponential of the entropy of the shares.
+    The values are divided by their sum, and the constant `SHARE_EPS` is added to each of the
+    resulting shares. The effective rank is the exponential of the entropy of the shares.
     """
     return float(torch.special.entr(values / values.sum() + SHARE_EPS).sum().exp())

@@ -145,7 +145,8 @@ def facet_parts(facet: Facet) -> tuple[Facet, ...]:
     """Return the encoder outputs that are needed to compute a feature of a whole image.
 
     For example, the facet (kind of feature) "cls_patch_mean" is computed from "cls_normed" and
-    "token_normed". These are the [CLS] token and the patch tokens after the encoder's final norm.
+    "token_normed". These two outputs are the [CLS] token and the patch tokens after the encoder's
+    final norm.
     """
     return IMAGE_FACETS.get(facet, (facet,))
 
@@ -153,7 +154,7 @@ def facet_parts(facet: Facet) -> tuple[Facet, ...]:
 def vector_width(extractor: FeatureExtractor, facet: Facet) -> int:
     """Return the number of channels of an image's feature vector, for one facet (kind of feature).
 
-    `image_vectors` computes the vector.
+    The function `image_vectors` computes such feature vectors.
     """
     return sum(map(extractor.width, facet_parts(facet)))
 

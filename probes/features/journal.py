@@ -26,8 +26,7 @@ _TENSOR = frozenset({"dtype", "shape", "base64"})
 class Journal:
     """A file with one JSON line for each finished part of a computation.
 
-    After a computation is interrupted, it can read the file and continue with the first missing
-    part.
+    An interrupted computation can read the file and continue with the first missing part.
 
     The first line of the file is the header, which states the settings of the computation. The file
     name contains a digest of the header, so a run with other settings uses another file. Each
@@ -85,7 +84,7 @@ class Journal:
         return entries
 
     def read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the valid entries of a journal file. Its header is not checked.
+        """Return the valid entries of a journal file, without checking the header.
 
         Raises:
             OSError: The file cannot be read.
@@ -101,7 +100,7 @@ class Journal:
         return entries
 
     def is_due(self) -> bool:
-        """Return whether enough time has passed since the last write to write again.
+        """Return whether enough time has passed since the last write for another write.
 
         The minimum time is the argument `minutes` of the constructor.
         """

@@ -11,7 +11,7 @@ class Moments:
     """Running mean and covariance of vectors, computed batch by batch in float64.
 
     For numerical precision, the mean of the first batch is subtracted from all vectors before they
-    are summed. The results do not depend on this shift.
+    are summed. Subtracting this mean does not change the results.
     """
 
     def __init__(self) -> None:

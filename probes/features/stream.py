@@ -84,9 +84,9 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
 def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> int:
     """Return how many square images the encoder should process in one forward pass.
 
-    On a GPU, this is `batch_size`. On a CPU, a batch also has at most half a million pixels. Larger
-    batches would not be faster, and the progress bar would move too rarely. `image_size` is the
-    side of an image in pixels.
+    On a GPU, the result is `batch_size`. On a CPU, a batch also has at most half a million pixels,
+    because larger batches are not faster and the progress bar would move too rarely. `image_size`
+    is the side of an image in pixels.
     """
     if device.type != "cpu":
         return batch_size
@@ -98,8 +98,8 @@ def extract(
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
     """Compute the features of each layer for a batch, and sums that show whether they are finite.
 
-    On a CUDA GPU, this function does not check the sums. Pass them to `fetch_and_check` later, so
-    that the CPU waits for the GPU only once. On any other device, the sums are checked here.
+    On a CUDA GPU, this function does not check the sums. Pass the sums to `fetch_and_check` later,
+    so that the CPU waits for the GPU only once. On any other device, this function checks the sums.
 
     Args:
         extractor: Extractor of one facet (kind of feature).
@@ -154,7 +154,7 @@ def extract_float16(
 ) -> tuple[list[Half], Scales]:
     """Compute the features of all layers for a batch, and round them to float16.
 
-    Images whose features are too large or too small for float16 are scaled first.
+    If the features of an image are too large or too small for float16, they are scaled first.
 
     Args:
         extractor: Extractor of one facet (kind of feature).
@@ -182,8 +182,9 @@ def to_float16(
 
     Float16 has ten bits of precision only between 2^-14 and 65504. If the largest absolute feature
     of an image is below 2^-6 or above 65504, all of its features are divided by a power of two. The
-    division is exact, and the largest feature is then between 2^14 and 2^15. The power of two
-    depends only on the features of this image in this layer, not on other images of the batch.
+    division is exact. After the division, the largest feature is between 2^14 and 2^15. The power
+    of two depends only on the features of this image in this layer, not on other images of the
+    batch.
 
     Returns:
         The rounded features, and the divisor of each image, which is a power of two.

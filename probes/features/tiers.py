@@ -1,8 +1,8 @@
 """Compute the features of training images, and either store them or recompute them in each epoch.
 
-`TrainingPass.run` provides the features in one of three ways. "memory" keeps them in memory. "disk"
-writes them to a file that later runs reuse. "stream" recomputes each batch when it is read. All
-three round the features to float16 and give equal values.
+`TrainingPass.run` provides the features in one of three ways: "memory" keeps them in memory, "disk"
+writes them to a file that later runs reuse, and "stream" recomputes each batch when it is read. All
+three ways round the features to float16 and give equal values.
 
 In this module, an entry is one view (crop) of one training image.
 """
@@ -116,10 +116,10 @@ class StoredFeatures:
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
         """Return a function that reads stored features batch by batch.
 
-        The argument of the returned function is a list with the entries (indices of views) of each
-        batch. The function yields the batches in this order. The layers of a batch are in the order
-        of `layers`. If the features take at most half of the free GPU memory, all of them are
-        copied to the GPU when `reader` is called.
+        The returned function takes a list with the entries (indices of views) of each batch, and
+        yields the batches in the order of this list. In each batch, the layers have the order of
+        `layers`. If the features take at most half of the free GPU memory, all of them are copied
+        to the GPU when `reader` is called.
         """
         indices = [self.layers.index(layer) for layer in layers]
         first, stop = min(indices), max(indices) + 1
@@ -181,9 +181,9 @@ class StreamedFeatures:
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
         """Return a function that computes features batch by batch.
 
-        The argument of the returned function is a list with the entries (indices of views) of each
-        batch. The function yields the batches in this order. The layers of a batch are in the order
-        of `layers`.
+        The returned function takes a list with the entries (indices of views) of each batch, and
+        yields the batches in the order of this list. In each batch, the layers have the order of
+        `layers`.
         """
 
         def read(batch_entries: BatchEntries) -> Iterator[FeatureBatch]:
@@ -241,8 +241,8 @@ class TrainingPass:
     ) -> TrainingFeatures:
         """Return the features of the training images, either stored or recomputed for each batch.
 
-        This call reads all images, because their labels are needed. An unreadable image is
-        therefore found before the training.
+        This call reads all images to get their labels, so an unreadable image is found before the
+        training.
 
         Args:
             folder: Folder of the feature files.
@@ -333,10 +333,10 @@ class TrainingPass:
     ) -> Iterator[tuple[list[int], UInt8[Tensor, "batch size size"], list[Half], Scales]]:
         """Yield batches of views (crops) of the training images.
 
-        Images are read in batches. From each batch of images, the first view of all images is
-        yielded as one batch, then the second view of all images, and so on. An item contains the
-        entries (indices of views), the label maps, the features of each layer, and factors to
-        multiply the features by.
+        Images are read in batches. For each batch of images, the first views of all images are
+        yielded as one batch, then the second views of all images, and so on. Each yielded batch
+        contains the entries (indices of views), the label maps, the features of each layer, and
+        factors to multiply the features by.
 
         Args:
             encode: Whether to compute the features. If false, features and factors are empty.
@@ -369,8 +369,8 @@ class TrainingPass:
         """Decode training images and compute their features batch by batch, without storing them.
 
         The features are rounded to float16, like stored features. On a CPU, the features of an
-        image do not depend on the other images in the batch. On a GPU, the library for matrix
-        products may round differently for another batch.
+        image do not depend on the other images in the batch. On a GPU, the other images may change
+        the rounding of matrix products.
 
         Args:
             layers: Layers whose features are returned. They must be layers of the extractor.
@@ -409,7 +409,7 @@ class TrainingPass:
     def header(self) -> dict[str, Any]:
         """Return the settings that the features depend on, such as the encoder and the image ids.
 
-        The values are JSON types.
+        All settings are JSON types.
         """
         ids = "\n".join(self.images.ids[index] for index in self.indices)
         return {
@@ -444,19 +444,19 @@ class FeatureFile:
     The array is float16 with the dimensions layer, entry (view of an image), row, column and
     channel. The JSON file contains the scales of the features, one checksum of features and scales,
     and a header. The header lists all settings that the features depend on, such as the encoder and
-    the image ids. Both file names contain a digest of the header. Runs with other encoders or
-    images therefore use other files. The files may be deleted at any time.
+    the image ids. Both file names contain a digest of the header, so runs with other encoders or
+    images use other files. The files may be deleted at any time.
 
-    The checksum is verified once, when a run opens the files. Then the array is memory-mapped. If
-    another process deletes or replaces the files, the run keeps the old array. Later changes inside
-    the array file are not detected. The operating system stops the process with SIGBUS if the array
-    file is truncated or the disk cannot be read. The same happens if another host deletes the file
-    on a network file system.
+    A run verifies the checksum when it opens the files, and then memory-maps the array. If another
+    process deletes or replaces the files, the run keeps the old array. Later changes inside the
+    array file are not detected. The operating system stops the process with SIGBUS if the array
+    file is truncated, if the disk cannot be read, or if another host deletes the file on a network
+    file system.
 
-    Several processes may write the same features. Each process continues with its own array. Later
+    If several processes write the same features, each process continues with its own array. Later
     runs find the files of the process that finished last. The array and the JSON file may come from
-    different processes. If the arrays of these processes are not bitwise identical, the checksum is
-    wrong, and the next run computes the features again.
+    two different processes. If the arrays of the two processes are not bitwise identical, the
+    checksum is wrong, and the next run computes the features again.
 
     Args:
         folder: Folder of the files.
@@ -546,8 +546,8 @@ class FeatureFile:
         except OSError as error:
             raise MachineError(
                 f"cannot write {self._num_bytes / GIB:.1f} GiB of features to {self.folder}: "
-                f"{error.strerror or error}. Store them in another folder, or recompute them in "
-                "each epoch",
+                f"{error.strerror or error}. Store the features in another folder, or "
+                "recompute the features in each epoch",
                 hint=("probe.cache={folder}", "or", "probe.tier=stream"),
             ) from error
         return features, torch.from_numpy(scales)
@@ -555,7 +555,7 @@ class FeatureFile:
     def _describe(self, scales: np.ndarray, checksums: np.ndarray) -> bytes:
         """Return the content of the JSON file that belongs to the array file.
 
-        It contains the header, one checksum of all features and scales, and the scales.
+        The JSON file contains the header, one checksum of all features and scales, and the scales.
         """
         checksum = crc32(scales.tobytes(), crc32(checksums.tobytes()))
         values = f'"checksum": {checksum}, "scales": {json.dumps(scales.tolist())}'
@@ -612,7 +612,7 @@ def create_array_file(
 
 
 def _allocate(file: IO[bytes], size: int) -> None:
-    """Reserve `size` bytes for a file, so that a full disk raises an error before hours of work."""
+    """Reserve `size` bytes for a file, so that a full disk raises an error at once."""
     # macOS lacks `posix_fallocate`. There, a full disk is noticed when the features are written.
     if hasattr(os, "posix_fallocate"):
         try:

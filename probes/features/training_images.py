@@ -1,10 +1,11 @@
 """Select the training images of a probe, their views, and the layers that each head receives.
 
 `TrainingSplit` holds out some training images to select a hyperparameter. `Shots` draws a few
-training images of each class at random. Both depend only on the images, the settings and the seed.
+training images of each class at random. Both selections depend only on the images, the settings and
+the seed.
 
 A view is an image that is resized or cropped to a square, with the mask of the same area. Random
-crops depend only on the seed and the image. Each epoch therefore uses the same views, even if
+crops depend only on the seed and the image. All epochs therefore use the same views, even if
 features are not stored.
 """
 
@@ -98,7 +99,7 @@ class TrainingSplit:
 def ids_sha256(ids: Sequence[str]) -> str:
     """Return the SHA-256 of a list of image ids, as hexadecimal digits.
 
-    It is computed from a text with one id in each line.
+    The hash is computed from a text with one id in each line.
     """
     lines = "".join(f"{image_id}\n" for image_id in ids)
     return sha256(lines.encode(errors="surrogateescape")).hexdigest()
@@ -154,8 +155,8 @@ class Shots:
     def select(self, draw: int, count: int, *, skip: int = 0) -> Int64[Tensor, " images"]:
         """Return `count` images of each class from one random draw of training images.
 
-        The images are given by their positions in `self.indices`, in ascending order. `draw` is the
-        number of the draw. The first `skip` images of each class are left out.
+        The result contains the positions of the images in `self.indices`, in ascending order.
+        `draw` is the number of the draw. The first `skip` images of each class are left out.
         """
         return self.positions[draw, :, skip : skip + count].flatten().sort().values
 
@@ -169,8 +170,8 @@ def require_labels(images: ImageSet) -> Sequence[int]:
     labels: Sequence[int] | None = getattr(images, "labels", None)
     if labels is None:
         raise DataError(
-            f"{images.name} {images.split} has no list of labels, which probe.shots and probe.pool "
-            "need before any image is read. Leave out these two settings"
+            f"{images.name} {images.split} has no list of labels, but probe.shots and probe.pool "
+            "need the labels before any image is read. Leave out probe.shots and probe.pool"
         )
     return labels
 
@@ -178,7 +179,7 @@ def require_labels(images: ImageSet) -> Sequence[int]:
 def shot_counts(shots: int | Sequence[int] | None) -> tuple[int, ...]:
     """Return the distinct values of the setting `probe.shots` in ascending order.
 
-    A value is the number of training images of each class. If `shots` is None, all training images
+    Each value is a number of training images of each class. If `shots` is None, all training images
     are used, and an empty tuple is returned.
 
     Raises:
@@ -198,8 +199,8 @@ def reject_train_images_with_shots(
     """Raise a ConfigurationError if both `probe.shots` and `probe.train_images` are set."""
     if shot_counts(shots) and train_images is not None:
         raise ConfigurationError(
-            f"probe.train_images must be null if probe.shots is set, got {train_images}. Leave one "
-            "of them out"
+            f"probe.train_images must be null if probe.shots is set, got {train_images}. Leave "
+            "out probe.shots or probe.train_images"
         )
 
 
@@ -222,15 +223,16 @@ def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
 
 
 def reject_single_block(spec: FacetSpec | None, layers_mode: str) -> None:
-    """Raise a ConfigurationError if heads need features of several blocks, but the user names one.
+    """Raise a ConfigurationError if heads need several blocks, but the facet names a single block.
 
-    The user can name a submodule of one block, such as "blocks.7.mlp", as the kind of feature
-    (facet). Heads need several blocks if `layers_mode` is not "single".
+    A facet (kind of feature) can be a submodule of a single block, such as "blocks.7.mlp". Heads
+    need several blocks if `layers_mode` is not "single".
     """
     if spec and spec.block is not None and layers_mode != "single":
         raise ConfigurationError(
             f"probe.layers_mode={layers_mode} needs features of several blocks, but probe.facet "
-            f"names only block {spec.block}. Replace this number with *, as in blocks.*.mlp"
+            f"names only block {spec.block}. Replace the block number with *, for example "
+            "blocks.*.mlp"
         )
 
 
@@ -311,7 +313,8 @@ class WholeImage(ViewTransform):
 class CentralSquare(ViewTransform):
     """Views of the central squares of images that have a class but no mask.
 
-    Every view must have a mask. These views get a meaningless mask of one pixel with the label 0.
+    Every view must have a mask, so these views get a meaningless mask of one pixel with the label
+    0.
 
     Attributes:
         share: Ratio of the square's side to the shorter side of the image.
@@ -376,8 +379,9 @@ class ScaledCrops(ViewTransform):
     Each crop is mirrored with probability 0.5.
 
     The image is resized so that its shorter side is a random factor times the side of the crop. The
-    longer side is limited to four times this length. If the resized image is smaller than the crop,
-    the rest of the crop is filled with the mean colour and ignored in the mask.
+    longer side is limited to four times the length that is drawn for the shorter side. If the
+    resized image is smaller than the crop, the rest of the crop is filled with the mean colour and
+    ignored in the mask.
 
     Attributes:
         count: Number of crops of each image.
@@ -456,8 +460,8 @@ def reject_identical_views(crops: str, count: int) -> None:
     """
     if crops == "whole" and count > 2:
         raise ConfigurationError(
-            "probe.views must be 1, or 2 to add mirror images, because probe.crops=whole makes no "
-            f"further views, got {count}",
+            "probe.views must be 1 or 2 if probe.crops is whole, because the only views of a whole "
+            f"image are the image and its mirror image, got {count}",
             hint=("probe.views=1", "or", "probe.views=2"),
         )
 
@@ -471,7 +475,9 @@ def image_and_mask(
         DataError: The sample has no mask.
     """
     if sample.mask is None:
-        raise DataError(f"{sample.image_id} has no mask, expected a mask for every image. Add it")
+        raise DataError(
+            f"{sample.image_id} has no mask, expected a mask for every image. Add the mask"
+        )
     pixels = torch.from_numpy(np.ascontiguousarray(sample.image.transpose(2, 0, 1)))
     return pixels.float().div_(255), torch.from_numpy(sample.mask)
 

@@ -34,8 +34,8 @@ class AttentivePooling:
     """Training of attentive heads, which pool the patches of an image with learned queries.
 
     The heads are trained with the optimizer `LARS`. The authors of Efficient probing train for 90
-    epochs of random crops with batches of 4,096 images. The authors' learning rates are 0.1 to 1.5
-    times batch size / 256.
+    epochs of random crops, with batches of 4,096 images and learning rates of 0.1 to 1.5 times
+    batch size / 256.
 
     Attributes:
         queries: Number of queries of each head, which must divide the encoder's number of channels.
@@ -209,7 +209,7 @@ class AttentiveHeads:
         """Return the mean cross-entropy of each head of a source (layer), and the gradients.
 
         The gradients are in the order of `self.parameters`. The pooled channels are normalised over
-        the batch. The call also updates the running `mean` and `variance`.
+        the batch. This method also updates the running `mean` and `variance`.
         """
         leaves = [part[source].detach().requires_grad_() for part in self.parameters]
         query, value, weight, bias = leaves
@@ -230,7 +230,8 @@ class AttentiveHeads:
     ) -> Float[Tensor, "values batch classes"]:
         """Return the logits of all trained heads of a source (layer).
 
-        The pooled channels are normalised with the running mean and variance, not over the batch.
+        The pooled channels are normalised with the running mean and variance, not with those of the
+        batch.
         """
         pooled = pool_tokens(tokens, self.query[source], self.value[source])
         deviation = (self.variance[source] + _EPSILON).sqrt()[:, None]
@@ -245,8 +246,8 @@ def pool_tokens(
 ) -> Float[Tensor, "values batch dim"]:
     """Pool the tokens of each image with the queries of each head, and concatenate the results.
 
-    Tokens are pooled before the value projection, because projecting all tokens would take longer.
-    Both operations are linear, so their order does not matter.
+    Pooling and the value projection are linear, so their order does not matter. Tokens are pooled
+    first, because projecting all tokens would take longer.
     """
     values, queries, dim = query.shape
     scores = F.linear(tokens, query.flatten(0, 1) * dim**-0.5)  # batch tokens values*queries
@@ -278,9 +279,9 @@ class LARS(HeadOptimizer):
     The gradient of a matrix, such as the weight of a head, is scaled until its norm is `trust`
     times the norm of the matrix. Gradients of vectors, such as the bias of a head, are not scaled.
     The first two axes of a parameter are sources (layers) and values (learning rates). Norms are
-    computed separately for each of these heads.
+    computed separately for each head.
 
-    Source: You et al., https://arxiv.org/abs/1708.03888, as in `util/lars.py` of
+    Source: You et al., https://arxiv.org/abs/1708.03888, and `util/lars.py` of
     https://github.com/billpsomas/efficient-probing (b8f4fb84), without weight decay.
     """
 

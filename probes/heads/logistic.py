@@ -2,8 +2,8 @@
 
 C is the weight of the loss relative to the penalty. All heads are trained in the same passes over
 the features, but each head has its own curvature and step length. Heads that have converged or
-stalled (made no more progress) are left out of later passes. `minimise` works for any smooth convex
-functions.
+stalled (made no more progress) are left out of later passes. The function `minimise` accepts any
+smooth convex functions.
 """
 
 import time
@@ -146,7 +146,7 @@ class LogisticRegression(Training):
         def make_heads(source: int, values: _Parameters) -> LinearHeads:
             """Build the heads that receive the features of one source (group of layers).
 
-            Each row of `values` has the parameters of a head.
+            Each row of `values` contains the parameters of one head.
             """
             weight, bias = values[None].to(scale.mean).split([num_weights, spec.classes], 2)
             return LinearHeads(scale.select(source), weight.unflatten(2, (-1, dim)), bias)
@@ -213,7 +213,7 @@ def make_preconditioner(
 ) -> Callable[[_Parameters], _Parameters]:
     """Return a function that multiplies gradients by an approximation of the inverse Hessian.
 
-    Let f be the frequency of a class. The Hessian of the loss with respect to the weights of this
+    For a class with the frequency f, the Hessian of the loss with respect to the weights of this
     class is approximately f (1 - f) times the covariance of the features, plus the penalty.
 
     Args:
@@ -278,9 +278,9 @@ def minimise(
         iterations: Iterable with one item for each step. Its length is the maximum number of steps.
         gradient_tolerance: A problem converges if no entry of its gradient exceeds this value.
 
-    Sources: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. For steps that
-    change the loss by no more than a rounding error: Hager and Zhang, "A New Conjugate Gradient
-    Method with Guaranteed Descent and an Efficient Line Search" (2005).
+    Sources: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. The source for
+    steps that change the loss by at most a rounding error is Hager and Zhang, "A New Conjugate
+    Gradient Method with Guaranteed Descent and an Efficient Line Search" (2005).
     """
     values, corrections, num_steps = start.clone(), list[_Correction](), 0
     everything = torch.arange(len(start))
@@ -342,9 +342,9 @@ def _descent_direction(
 ) -> _Parameters:
     """Return the search direction of L-BFGS, computed by the two-loop recursion.
 
-    It is the negative gradient times an approximation of the inverse Hessian. `corrections`
-    contains the last steps, and the changes of the gradient in these steps. `precondition`
-    multiplies gradients by an initial approximation of the inverse Hessian.
+    The search direction is the negative gradient times an approximation of the inverse Hessian.
+    `corrections` contains the last steps, and the changes of the gradient in these steps.
+    `precondition` multiplies gradients by an initial approximation of the inverse Hessian.
     """
     direction, shares = gradient.clone(), []
     for step, change, weight in reversed(corrections):

@@ -3,8 +3,8 @@
 A head is linear, so upsampling its logits gives the same result as applying the head to upsampled
 features. Heads therefore compute logits for patches, and only the loss handles pixels. Each loss
 returns its value and its gradient. The work is divided into pieces that fit into the CPU's cache.
-`summed_logsumexp` computes the expensive part of the loss of bilinearly upsampled logits. It never
-stores the upsampled logits of all heads.
+`summed_logsumexp` computes the expensive part of the loss of bilinearly upsampled logits, without
+ever storing the upsampled logits of all heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -166,9 +166,9 @@ class LabelLoss(PixelLoss):
 class UpsampledLoss(PixelLoss):
     """Cross-entropy of bilinearly upsampled logits against label maps.
 
-    The side of the label maps in pixels is a multiple of the side of the patch grid. The loss of a
-    pixel is its log-normaliser (the logsumexp of its class logits) minus the logit of its true
-    class. Only the log-normalisers need upsampled logits. The sum of the true-class logits is
+    The number of pixels along a side of the label maps is a multiple of the number of patches. The
+    loss of a pixel is its log-normaliser (the logsumexp of its class logits) minus the logit of its
+    true class. Only the log-normalisers need upsampled logits. The sum of the true-class logits is
     computed without upsampling, as a weighted sum of patch logits.
 
     Attributes:
@@ -227,8 +227,8 @@ class UpsampledLoss(PixelLoss):
 class ResampledLoss(PixelLoss):
     """Cross-entropy of bilinearly upsampled logits against label maps of any size.
 
-    The side of the label maps need not be a multiple of the side of the patch grid. For the same
-    number of pixels, this loss is slower than `UpsampledLoss`.
+    The number of pixels along a side of the label maps need not be a multiple of the number of
+    patches. For the same number of pixels, this loss is slower than `UpsampledLoss`.
 
     Attributes:
         size: Side of the label maps in pixels.
@@ -273,9 +273,9 @@ class ResampledLoss(PixelLoss):
     def _bilinear_matrices(self, grid: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
         """Return two matrices that upsample a map of patches, vertically and horizontally.
 
-        They contain bilinear interpolation weights, with pixels as rows and patches as columns.
-        `grid` contains the numbers of rows and columns of patches. The matrices have the dtype and
-        device of `like`.
+        The matrices contain bilinear interpolation weights, with pixels as rows and patches as
+        columns. `grid` contains the numbers of rows and columns of patches. The matrices have the
+        dtype and device of `like`.
         """
         device = float64_device(like.device)
         pixels = torch.arange(self.size, dtype=torch.float64, device=device)
@@ -309,12 +309,12 @@ def label_histograms(
 def summed_logsumexp(
     logits: Logits, pixel_weights: Float[Tensor, "pixels batch cell_rows cell_cols"]
 ) -> tuple[Float[Tensor, " heads"], Logits]:
-    """Sum the log-normalisers of all pixels for each head, and compute the gradients of the sums.
+    """For each head, sum the log-normalisers of all pixels, and compute the gradient of the sum.
 
     The log-normaliser of a pixel is the logsumexp of its bilinearly upsampled class logits. To
     limit the memory, the logits are processed in pieces. On a CPU, the pieces fit into the cache.
     On CUDA, a Triton kernel computes the pieces if Triton can compile it, the logits are float32,
-    and the cells have at most 32 x 32 pixels. Otherwise, PyTorch computes them.
+    and the cells have at most 32 x 32 pixels. In all other cases, PyTorch computes the pieces.
 
     Args:
         logits: Logits of the patches. To avoid overflow, the largest logit of a patch must be 0.
@@ -365,10 +365,10 @@ def _sum_piece(
     pixel_weights: Float[Tensor, "pixels batch cell_rows cell_cols"],
     weights: Float[Tensor, "pixels 4"],
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
-    """Sum the log-normalisers of upsampled logits for each head, and compute the gradients.
+    """For each head, sum the log-normalisers of pixels with PyTorch, and compute the gradient.
 
-    The log-normaliser of a pixel is the logsumexp of its class logits. This function computes the
-    same as `sum_with_kernel`, but with PyTorch.
+    The log-normaliser of a pixel is the logsumexp of its upsampled class logits. This function
+    computes the same as `sum_with_kernel`.
 
     Args:
         padded: Logits of the patches. The patches at the edge of the grid are repeated once beyond
@@ -415,8 +415,8 @@ def _exponentials(
     """Return the exponentials of bilinearly upsampled logits, computed mostly by multiplication.
 
     Within a cell (the area between four patch centers), the logit at the pixel (x, y) is a + bx +
-    cy + dxy. If the exponential at a pixel is known, the exponential at the next pixel follows by a
-    multiplication. This is faster than the exponential function.
+    cy + dxy. The exponential of the logit at a pixel is therefore the exponential at the previous
+    pixel times a factor. A multiplication is faster than the exponential function.
 
     Args:
         corners: Logits of the four patches at the corners of each cell.
@@ -459,10 +459,10 @@ def _add_to_corners(
 
 
 def _fold_edges(padded: Float[Tensor, "*some tall wide"]) -> Float[Tensor, "*some rows cols"]:
-    """Remove the padding of a map of gradients, after adding its values to the outermost patches.
+    """Add the padding of a gradient map to the outermost patches, and remove the padding.
 
-    The padding of the logits repeats the outermost patches once, so its gradients belong to these
-    patches.
+    The padding of the logits repeats the outermost patches once, so the gradients in the padding
+    belong to these patches.
     """
     for axis in (-2, -1):
         padded.select(axis, 1).add_(padded.select(axis, 0))
@@ -500,8 +500,8 @@ def _pieces(
     """Split the computation of a loss into pieces of limited size in memory.
 
     Return three lists: slices of heads, slices of images, and slices of rows of cells. A cell is
-    the area between four patch centers. Each combination of three such slices is a piece.
-    `values_per_cell` is the number of values that each cell needs in memory for each class.
+    the area between four patch centers. One slice from each list defines a piece. For each class,
+    each cell needs `values_per_cell` values in memory.
     """
     heads, classes, images, tall, wide = padded.shape
     budget, pieces = PIECE_BYTES[padded.device.type], []

@@ -1,8 +1,8 @@
-"""Sum the log-normalisers of upsampled logits in one Triton kernel, and compute the gradient.
+"""Sum the log-normalisers of pixels in one Triton kernel, and compute the gradient.
 
-The log-normaliser of a pixel is the logsumexp over its class logits. A cell is the area between
-four patch centers. The kernel upsamples the logits of a cell bilinearly in registers, once for the
-normalisers and once for the gradient. It never writes upsampled logits to memory.
+The log-normaliser of a pixel is the logsumexp of its upsampled class logits. The kernel bilinearly
+upsamples the logits of patches in registers, once for the log-normalisers and once for the
+gradient. The kernel never writes upsampled logits to memory.
 """
 
 import torch
@@ -20,9 +20,9 @@ def sum_with_kernel(
     pixel_weights: Float[Tensor, "pixels batch cell_rows cell_cols"],
     weights: Float[Tensor, "pixels 4"],
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
-    """Sum the log-normalisers of upsampled logits for each head, and compute the gradients.
+    """For each head, sum the log-normalisers of pixels with Triton, and compute the gradient.
 
-    The log-normaliser of a pixel is the logsumexp over its class logits.
+    The log-normaliser of a pixel is the logsumexp of its upsampled class logits.
 
     Args:
         padded: Logits of the patches in float32. The patches at the edge of the grid are repeated
@@ -34,8 +34,8 @@ def sum_with_kernel(
 
     Returns:
         The weighted sum for each head, and its gradients with respect to the logits at the four
-        corners of each cell. A patch is a corner of several cells. Its gradients in these cells are
-        not added up.
+        corners of each cell. A patch is a corner of several cells, and its gradients in these cells
+        are not added up.
     """
     heads, classes, images, tall, wide = padded.shape
     padded, pixel_weights, weights = (
@@ -60,11 +60,11 @@ def sum_with_kernel(
 
 @triton.jit
 def _upsample(logits, corners, wide, is_cell, w0, w1, w2, w3):
-    """Return the upsampled logits of one class at all pixels (columns) of some cells (rows).
+    """Return the upsampled logits of one class, with cells as rows and their pixels as columns.
 
     A cell is the area between four patch centers. `corners` are the memory offsets of the patches
-    at the upper left corners. `wide` is the number of patches in a row of the padded grid. w0 to w3
-    are the bilinear weights of the four corners.
+    at the upper left corners of the cells. `wide` is the number of patches in a row of the padded
+    grid. w0 to w3 are the bilinear weights of the four corners.
     """
     upper_left = tl.load(logits + corners, is_cell, 0.0)[:, None]
     upper_right = tl.load(logits + corners + 1, is_cell, 0.0)[:, None]

@@ -5,10 +5,10 @@ largest upsampled logit. For one head with 150 classes on a CPU, `F.interpolate`
 88 ms, and `predict_pixels_exactly` takes 17 ms (results/tables/pixels.md).
 
 Stored results from CPUs depend on `predict_pixels_exactly`, so the following definition of the
-predicted class must not change. A pixel lies between four patch centers. Its upsampled logit is the
-sum of weight * logit over these patches, from upper left to lower right. Every product and sum is
-rounded to float32. If several classes have the largest upsampled logit, the class with the largest
-single patch logit wins. If several classes remain, the smallest class number wins.
+predicted class must not change. The upsampled logit of a pixel is the sum of weight * logit over
+the four surrounding patches, from upper left to lower right. Every product and sum is rounded to
+float32. If several classes have the largest upsampled logit, the class with the largest single
+patch logit wins. If several classes are still equal, the class with the smallest number wins.
 
 Only pixels whose class depends on rounding are computed directly by this definition. The algorithm
 has four steps:
@@ -54,9 +54,9 @@ _EXACT_PIXELS = 4096
 def predict_pixels(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """Return the class with the largest bilinearly upsampled logit, for every pixel.
+    """For every pixel, return the class with the largest bilinearly upsampled logit.
 
-    `logits` are the logits of patches. On a GPU, all of them are upsampled. On a CPU, the faster
+    `logits` are the logits of patches. On a GPU, all logits are upsampled. On a CPU, the faster
     function `predict_pixels_exactly` is used, except for heads with huge or non-finite logits. The
     two methods may give different classes for pixels whose class depends on rounding.
     """
@@ -80,7 +80,7 @@ def predict_pixels_upsampled(
 ) -> UInt8[Tensor, "heads height width"]:
     """Predict the class of every pixel by bilinear upsampling of all patch logits.
 
-    To limit the memory, the logits of a few heads are upsampled at a time.
+    To limit the memory, the logits of only a few heads are upsampled at a time.
     """
     maps = logits.movedim(-1, 1)
     pixel_bytes = maps.shape[1] * maps.element_size()
@@ -96,10 +96,10 @@ def predict_pixels_exactly(
     """Predict the class of every pixel from patch logits on a CPU, with exactly defined results.
 
     All products and sums are rounded to float32 in a fixed order. If several classes have the
-    largest logit, the class with the largest single patch logit wins, then the smallest class
-    number. All logits must be finite. Their magnitude must be below 1e30, because differences could
-    overflow otherwise. Each thread computes whole groups of heads, because single operations are
-    too small to be divided among threads.
+    largest logit, the class with the largest single patch logit wins, and then the class with the
+    smallest number. All logits must be finite and have a magnitude below 1e30, because differences
+    could overflow otherwise. Each thread computes whole groups of heads, because single operations
+    are too small to be divided among threads.
     """
     y, x = Axis.divide(height, logits.shape[1]), Axis.divide(width, logits.shape[2])
     threads = torch.get_num_threads()
@@ -144,10 +144,10 @@ def _predict_group(
 class Axis:
     """The pixels along one axis of an image, divided into blocks between the patch centers.
 
-    A block is a run of at most ten pixels. The outermost patches are repeated beyond the edge, so
-    every pixel lies in a gap between two patch centers. Each gap is divided into blocks of equal
-    length, whose number is a power of two. The ends of the blocks are called nodes. Their positions
-    have no rounding errors, because the number of blocks is a power of two.
+    A block consists of at most ten adjacent pixels. The outermost patches are repeated beyond the
+    edge, so every pixel lies in a gap between two patch centers. Each gap is divided into blocks of
+    equal length, whose number is a power of two. The ends of the blocks are called nodes. The
+    positions of nodes have no rounding errors, because the number of blocks is a power of two.
 
     Attributes:
         patches: Number of patches.
@@ -207,8 +207,8 @@ class Axis:
     ) -> list[tuple[Int64[Tensor, " pixels"], Float[Tensor, " pixels"]]]:
         """Return the patches before and after some pixels, and their interpolation weights.
 
-        The first element of the list is for the patches before the pixels, and the second is for
-        the patches after them. Each consists of patch indices and weights.
+        The first element of the list contains the indices and weights of the patches before the
+        pixels. The second element contains those of the patches after the pixels.
         """
         before, after = self.patch_before[pixels], self.weight_after[pixels]
         behind = (before + 1).clamp(max=self.patches - 1)
@@ -323,7 +323,8 @@ def _fill_blocks(
     """Predict the class of each pixel in some blocks of pixels, and write it into `predicted`.
 
     Return the pixels whose two largest logits are so close that rounding can change their order.
-    They are given as indices into the flattened `predicted`. `y` and `x` are the axes of the image.
+    The returned pixels are indices into the flattened `predicted`. `y` and `x` are the axes of the
+    image.
     """
     num_blocks = max(1, _PIECE_PIXELS // (y.max_block_size * x.max_block_size))
     size = num_blocks * y.max_block_size * x.max_block_size
@@ -350,8 +351,8 @@ def _find_largest(blocks: UndecidedBlocks, y: Axis, x: Axis, buffers: Sequence[T
     """Compute the two largest logits of each pixel in some blocks, and the class of the largest.
 
     `buffers` are five tensors of shape height x width x blocks: value, largest, second, label and
-    candidate. The results are written to largest, second and label. Value and candidate are for
-    intermediate results. `y` and `x` are the axes of the image.
+    candidate. The results are written to the tensors largest, second and label. The tensors value
+    and candidate store intermediate results. `y` and `x` are the axes of the image.
     """
     value, largest, second, label, candidate = buffers
     below = y.node_weights.index_select(1, blocks.row)[:, None]
@@ -391,7 +392,7 @@ def _apply_definition(
     y: Axis,
     x: Axis,
 ) -> UInt8[Tensor, " pixels"]:
-    """Predict the classes of some pixels by upsampling their logits in an exactly defined way.
+    """Predict the classes of some pixels by upsampling logits with exactly defined rounding.
 
     The weighted sums of patch logits are rounded to float32 in a fixed order. `pixels` are indices
     into the flattened maps of all heads. `y` and `x` are the axes of the image.

@@ -1,8 +1,8 @@
 """Prepare scored images, predict the classes of their pixels, and compute segmentation scores.
 
-`Squashed`, `ByPatch` and `SlidingWindows` prepare images and predict pixels. The setting
-`probe.inference` selects one of them. `ImageCounts` stores the pixel counts of each image for many
-heads. `mask_score` computes a score from these counts.
+The classes `Squashed`, `ByPatch` and `SlidingWindows` prepare images and predict pixels. The
+setting `probe.inference` selects one of these classes. `ImageCounts` stores the pixel counts of
+each image for many heads. `mask_score` computes a score from these counts.
 """
 
 import math
@@ -114,9 +114,9 @@ class ByPatch(Squashed):
 class SlidingWindows:
     """Inference on overlapping square windows of an image.
 
-    The image is resized so that its shorter side equals the side of a window. The distance between
-    two windows is two thirds of this side. The logits of each window are upsampled, and averaged
-    where windows overlap. They are then resized to the size of the mask.
+    The image is resized so that its shorter side equals the side of a window. The stride is two
+    thirds of the side of a window. The logits of each window are upsampled, and averaged where
+    windows overlap. The averaged logits are then resized to the size of the mask.
 
     Source: test mode "slide" of https://github.com/open-mmlab/mmsegmentation, with the settings for
     linear heads of https://github.com/facebookresearch/dinov2 (512 pixels, stride 341).
@@ -168,15 +168,15 @@ class SlidingWindows:
 class ImageCounts:
     """Numbers of correct, predicted and true pixels of each class and image, for many heads.
 
-    A head predicts few classes in an image, so only predicted classes are stored. Each of them
-    takes four numbers: the index of the image, the index head * classes + class, the number of
-    correct pixels, and the number of predicted pixels. The counts of true pixels do not depend on
-    the head and are stored once. An image has fewer than 2^31 pixels, so int32 is sufficient for
+    A head predicts few classes in an image, so only predicted classes are stored. Each predicted
+    class takes four numbers: the index of the image, the index head * classes + class, the number
+    of correct pixels, and the number of predicted pixels. The counts of true pixels do not depend
+    on the head and are stored once. An image has fewer than 2^31 pixels, so int32 is sufficient for
     its counts. Sums over images are int64.
 
     Attributes:
         total: Numbers of correct, predicted and true pixels of each class, summed over all images.
-            There is one head for each source (group of layers) and value (learning rate or C).
+            There is one head for each source (group of layers) and each learning rate or C.
     """
 
     def __init__(self, sources: int, values: int, classes: int) -> None:
@@ -194,7 +194,7 @@ class ImageCounts:
         """Append the pixel counts of some images, for all heads and classes.
 
         The axis of length 3 contains the numbers of correct, predicted and true pixels. There is
-        one head for each source (group of layers) and value (learning rate or C).
+        one head for each source (group of layers) and each learning rate or C.
         """
         correct, predicted = (counts[:, :, :, row].flatten(1) for row in (0, 1))
         image, number = predicted.nonzero(as_tuple=True)
@@ -205,8 +205,8 @@ class ImageCounts:
     def per_image(self, source: int, value: int) -> PerImage:
         """Return the numbers of correct, predicted and true pixels of each image, for one head.
 
-        The result has the shape images x 3 x classes. The head is given by the index of its source
-        (group of layers) and the index of its value (learning rate or C).
+        The result has the shape images x 3 x classes. `source` is the index of the head's source
+        (group of layers), and `value` is the index of its learning rate or C.
         """
         _, values, _, classes = self.total.shape
         first = (source * values + value) * classes
@@ -232,8 +232,9 @@ class ImageCounts:
     def extend(self, entry: Mapping[str, Any]) -> None:
         """Append the pixel counts that an interrupted run has saved in a journal file.
 
-        The entry must begin with the first image that has no counts yet. Otherwise, it is ignored.
-        This happens if an earlier entry was damaged, or if two processes wrote the journal.
+        An entry is ignored unless it begins with the first image that has no counts yet. Entries
+        are ignored for this reason if an earlier entry was damaged, or if two processes wrote the
+        journal.
         """
         if entry["first"] != len(self):
             return
@@ -299,7 +300,7 @@ def mask_score(
 
 
 def nan_to_none(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """Replace NaN with None, because JSON has no NaN. For example, absent classes have no IoU."""
+    """Replace NaN, such as the IoU of an absent class, with None, because JSON has no NaN."""
     return [None if math.isnan(value) else float(value) for value in values]
 
 

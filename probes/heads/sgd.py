@@ -4,8 +4,8 @@ A *source* is one layer, or several layers whose channels are concatenated. One 
 each pair of a source and a learning rate. All heads start from the same weights and are trained on
 the same batches, so they differ only in their features and their learning rate.
 
-`StepTraining.train` contains the training loop. The other classes of this file are its parts:
-heads, standardisation of channels, optimizers and the learning rate schedule. The module
+`StepTraining.train` contains the training loop. The other classes of this file are parts of the
+training: heads, standardisation of channels, optimizers and the learning rate schedule. The module
 probes/heads/logistic.py instead trains such heads by logistic regression until they converge.
 """
 
@@ -61,7 +61,7 @@ class HeadSpec:
 class Training:
     """The base class of training methods for heads, such as logistic regression.
 
-    Subclasses are dataclasses. Their fields are the config keys below `probe.training`.
+    Subclasses are dataclasses. The fields of a subclass are the config keys below `probe.training`.
 
     Attributes:
         hyperparameter: Name of the hyperparameter, such as "learning_rate". Several heads are
@@ -263,7 +263,7 @@ class StepTraining(Training):
 def shuffled_batches(
     entries: Int64[Tensor, " chosen"], size: int, *, epochs: int, seed: int
 ) -> list[list[Int64[Tensor, " batch"]]]:
-    """Divide training examples into batches for each epoch, in a new random order in each epoch.
+    """Divide training examples into batches, in a new random order for each epoch.
 
     `entries` are the indices of the examples, and `size` is the number of examples in a batch. The
     last batch of an epoch may be smaller. `seed` determines the orders.
@@ -304,7 +304,7 @@ class Standardization:
         return Standardization(self.mean[source, None], self.scale[source, None])
 
     def constant_channels(self) -> tuple[int, ...]:
-        """Return the number of channels of each source (group of layers) that do not vary."""
+        """For each source (group of layers), return the number of channels that do not vary."""
         return tuple((self.scale == 0).sum(1).tolist())
 
 
@@ -334,7 +334,7 @@ class RunningStatistics:
     def start(
         cls, device: torch.device, state: Mapping[str, Any] | None = None
     ) -> "RunningStatistics":
-        """Return running statistics without data, or those of an interrupted run in `state`."""
+        """Return empty statistics, or those that an interrupted run has saved in `state`."""
         zero = torch.zeros(1, 1, dtype=torch.float64)
         state = state or {"num_images": 0, "mean": zero, "between": zero, "within": zero}
         device = float64_device(device)
@@ -360,7 +360,8 @@ class RunningStatistics:
     def standardization(self, num_sources: int, device: torch.device) -> Standardization:
         """Return the mean and scale of each channel, grouped by source (group of layers).
 
-        The statistics begin with the layers of the first source, then those of the second follow.
+        The statistics begin with the layers of the first source, followed by the layers of the
+        second source, and so on.
         """
         deviation = ((self.within + self.between) / self.num_images).sqrt()
         # A smaller deviation is a rounding error of float16 features, which a division would
@@ -388,7 +389,7 @@ class LinearHeads:
     def initialize(
         cls, standardization: Standardization, *, num_values: int, classes: int, seed: int
     ) -> "LinearHeads":
-        """Return untrained heads. All of them have the same random weights, and biases of zero.
+        """Return untrained heads, which all have the same random weights and zero biases.
 
         `num_values` is the number of hyperparameter values. `seed` determines the weights.
         """
@@ -452,7 +453,7 @@ class LinearHeads:
     ) -> Iterator[tuple[slice, slice]]:
         """Split the computation into pieces whose logits fit into the CPU's cache.
 
-        Yield a slice of sources (groups of layers) and a slice of images for each piece.
+        Each piece consists of a slice of the sources (groups of layers) and a slice of the images.
         """
         sources, batch, rows, cols, _ = features.shape
         image_bytes = rows * cols * self.bias[0].numel() * self.bias.element_size()

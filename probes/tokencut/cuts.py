@@ -78,8 +78,8 @@ class PatchGrid:
     def is_padding(self, mask: Mask) -> bool:
         """Return whether a mask of patches lies in the padding.
 
-        This is the case if the centres of all of its patches lie outside the image. The result is
-        False for an empty mask.
+        A mask lies in the padding if the centres of all its patches lie outside the image. The
+        result is False for an empty mask.
         """
         rows, cols = self.patch_size * (np.array(np.nonzero(mask)) + 0.5)
         return len(rows) > 0 and not ((rows <= self.height) & (cols <= self.width)).any()
@@ -90,7 +90,8 @@ class PatchGrid:
         """Append rows and columns of zeros to a map of patches, until it covers the whole grid.
 
         If `Cut.mask_padding` is true, the similarity graph does not contain the patches with
-        padding at the right and lower edge. Maps from the graph then have no values for them.
+        padding at the right and lower edge. Maps from such a graph have no values for these
+        patches.
         """
         rows, cols = (whole - part for whole, part in zip(self.shape, values.shape, strict=True))
         return np.pad(values, ((0, rows), (0, cols)))
@@ -205,11 +206,11 @@ def discover(
 
 
 def object_at_peak(solution: FiedlerVector, grid: PatchGrid, cut: Cut) -> Discovery:
-    """Return the object at the peak of a second eigenvector, as TokenCut does.
+    """Return TokenCut's object, which lies at the peak of a second eigenvector.
 
     The patches are split at the mean of the eigenvector. The seed is the patch whose entry has the
-    largest magnitude. The object consists of the patches that are on the side of the seed and
-    connected with it.
+    largest magnitude. The object consists of the patches on the seed's side that are connected with
+    the seed.
     """
     vector = solution.vector.reshape(cut.graph_shape(grid))
     foreground, seed, tied = split_at_mean(vector, stable_seed=cut.stable_seed)
@@ -243,8 +244,9 @@ def split_at_mean(
 ) -> Bipartition:
     """Split the patches into those above and those not above the mean of a vector.
 
-    The seed is the patch whose entry has the largest magnitude. If several patches have this
-    magnitude up to rounding errors, and `stable_seed` is true, the first of them is the seed.
+    The seed is the patch whose entry has the largest magnitude. If `stable_seed` is true, entries
+    that differ only by rounding errors count as equal, and the first of the patches with the
+    largest magnitude is the seed.
 
     Returns:
         The mask of the side that contains the seed, the row and column of the seed, and the mask of
@@ -272,11 +274,11 @@ def connected_component(foreground: Mask, seed: tuple[int, int], connectivity: i
 def otsu_threshold(tokens: Float[Tensor, "tokens dim"]) -> Float[Tensor, ""]:
     """Return Otsu's threshold for the cosine similarities of all pairs of tokens.
 
-    It divides the cosines into two classes such that the variance between the classes is as large
-    as possible. Candidates are the centres of 256 bins between the smallest and the largest cosine.
-    Pairs of a token with itself are left out.
+    Otsu's threshold divides the cosines into two classes such that the variance between the classes
+    is as large as possible. Candidates for the threshold are the centres of 256 bins between the
+    smallest and the largest cosine. Pairs of a token with itself are left out.
 
-    Source: Otsu, IEEE Trans. Systems, Man and Cybernetics 9 (1979), equation 18.
+    Source: Otsu, IEEE Transactions on Systems, Man and Cybernetics 9 (1979), equation 18.
     """
     unit, count = unit_vectors(tokens.float()), len(tokens)
     if count < 2:
@@ -305,15 +307,15 @@ def discover_with_lost(
     """Find the main object of an image with LOST.
 
     Two patches are linked if the dot product of their features is positive. If `cut.tau` is "otsu",
-    they are linked if their cosine exceeds Otsu's threshold. The degree of a patch is the number of
-    its links. The first seed is the patch of lowest degree. The `num_candidates` patches of lowest
-    degree are candidates for further seeds. Those that are linked to the first seed become seeds.
-    The object consists of the patches whose dot products with all seeds have a positive sum, and
-    that are connected with the first seed. Among patches of equal degree, earlier patches take
-    precedence.
+    patches are instead linked if their cosine exceeds Otsu's threshold. The degree of a patch is
+    the number of its links. The first seed is the patch of lowest degree. The `num_candidates`
+    patches of lowest degree are candidates for further seeds. Candidates that are linked to the
+    first seed become seeds. A patch belongs to the object if its dot products with all seeds have a
+    positive sum and it is connected with the first seed. Patches of equal degree are sorted by
+    their position in the image.
 
-    The object is degenerate (arbitrary) if it covers the whole graph or lies in the padding. It is
-    also degenerate if another first seed of the same degree would give another object.
+    The object is degenerate (arbitrary) if it covers the whole graph or lies in the padding. The
+    object is also degenerate if another first seed of the same degree would give another object.
 
     Args:
         features: Features of the patches of one block.
@@ -324,8 +326,8 @@ def discover_with_lost(
 
     Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4, and object_discovery.py of
     https://github.com/valeoai/LOST/tree/fcedbec. The authors' `torch.argsort` is not stable, so
-    their order of patches of equal degree depends on the CPU. Their code fails if the features of
-    the seed are zero. In this case, `discover_with_lost` returns an object of one patch.
+    their order of patches of equal degree depends on the CPU. If the features of the seed are zero,
+    the authors' code fails, and `discover_with_lost` returns an object of one patch.
     """
     tokens, tau = cut.graph_tokens(features, grid)
     shape = cut.graph_shape(grid)
@@ -373,10 +375,10 @@ def discover_with_maskcut(
     """Find several objects of an image with MaskCut, in the order of their discovery.
 
     MaskCut runs for `num_masks` rounds. Each round finds one object or none. The links of the found
-    patches are then removed from the similarity graph. All rounds use the same threshold tau for
-    links. With Otsu's method, tau is at least 0, because a lower threshold would link the patches
-    of earlier objects again. The paper uses a tau of 0.15. The options `stable_seed` and
-    `refuse_degenerate` of `cut` have no effect.
+    patches are then removed from the similarity graph. In all rounds, patches are linked if their
+    cosine similarity exceeds the same threshold tau. Otsu's threshold is raised to at least 0,
+    because a negative tau would link the patches of earlier objects again. The paper uses a tau of
+    0.15. The options `stable_seed` and `refuse_degenerate` of `cut` have no effect.
 
     Source: MaskCut of CutLER, https://arxiv.org/abs/2301.11320, section 3.2, and maskcut.py of
     https://github.com/facebookresearch/CutLER/tree/cca0a27. Unlike the authors' code, this function
@@ -398,8 +400,8 @@ def run_maskcut(
 ) -> list[Discovery]:
     """Run the rounds of MaskCut, and return the objects that they find.
 
-    Each round finds a connected component of patches. Patches that belong to the component of an
-    earlier round are left out. The remaining patches are the object of the round.
+    Each round finds a connected component of patches. The object of a round consists of those
+    patches of its component that belong to no component of an earlier round.
 
     Args:
         solve_without: Function that returns the second eigenvector of the similarity graph. Its
@@ -438,9 +440,10 @@ def run_maskcut(
 def split_away_from_corners(vector: Float64[np.ndarray, "rows cols"]) -> Bipartition:
     """Split patches at the mean of a vector, and return a side that is not the background.
 
-    A side with at least three corners of the image counts as the background. The side above the
-    mean is returned with the largest entry as the seed, unless this side is the background. In that
-    case, the side below the mean is returned with the smallest entry as the seed.
+    A side with at least three corners of the image counts as the background. If the side above the
+    mean is not the background, this side is returned, and its seed is the patch with the largest
+    entry. Otherwise, the side below the mean is returned, and its seed is the patch with the
+    smallest entry.
 
     Unlike in the authors' code, the sign of the eigenvector does not depend on LAPACK. The entry of
     largest magnitude in a `FiedlerVector` is always positive. The side above the mean therefore

@@ -1,4 +1,4 @@
-"""Compute second eigenvectors of similarity graphs, usually by Lanczos iterations."""
+"""Compute the second eigenvectors of normalised cuts, usually by Lanczos iterations."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ _MAX_REFINEMENTS = 4
 class Graph:
     """A graph between the tokens of an image, with the weight matrix A = eps 1 1^T + scale * links.
 
-    The docstrings of its methods also use D, the diagonal matrix of the degrees.
+    In the docstrings of the methods, D is the diagonal matrix of the degrees.
 
     Attributes:
         links: Symmetric matrix. An entry is 0 for two tokens without a link, and 1 for linked
@@ -59,15 +59,15 @@ class Graph:
         return cls(links, eps * len(links) + scale * linked, scale, eps)
 
     def isolate(self, tokens: Bool[np.ndarray, " tokens"]) -> "Graph":
-        """Return a copy without the links of some tokens, as if their features were zero."""
+        """Return a copy of the graph in which some tokens have no links."""
         links = self.links * ~tokens
         links[tokens] = 0
         return Graph.from_links(links, self.scale, self.eps)
 
     def is_uniform(self) -> bool:
-        """Return whether all pairs of different tokens are linked, or no pair is.
+        """Return whether the graph links all pairs of different tokens, or no pair at all.
 
-        In both cases, all partitions of the graph have the same cost.
+        In such a graph, all partitions have the same cost.
         """
         num_tokens = len(self.degrees)
         zero = self.eps * num_tokens
@@ -79,7 +79,8 @@ class Graph:
         """Return the unit eigenvector of D^-1/2 A D^-1/2 with the largest eigenvalue, which is 1.
 
         A is the weight matrix of the graph, and D is the diagonal matrix of the degrees. The
-        entries are proportional to the square roots of the degrees, so no solver is needed.
+        entries of this eigenvector are proportional to the square roots of the degrees, so no
+        solver is needed.
         """
         return np.sqrt(self.degrees / self.degrees.sum())
 
@@ -140,7 +141,8 @@ def cosine_similarities(
     num_broken = int((~np.isfinite(largest)).sum())
     if num_broken:
         raise DataError(
-            f"{num_broken} of {len(features)} tokens are not finite. Check the features"
+            f"{num_broken} of {len(features)} tokens have features that are NaN or infinite. "
+            "Check the features"
         )
     # Scaling by a power of two causes no rounding error, and prevents overflow and underflow of
     # squares.
@@ -224,14 +226,14 @@ def second_eigenvector(
 def solve(graph: Graph) -> FiedlerVector:
     """Return the second eigenvector of the normalised cut of a graph.
 
-    The method is Lanczos with deflation and full reorthogonalisation. It usually needs 12 to 60
-    products of the link matrix with a vector. The iteration starts from two vectors, because it can
-    then find a double eigenvalue, whose gap is 0. The last product is computed in float64. The
-    bound on the vector's error (`error_bound`) therefore includes the rounding errors of earlier
-    products. If this bound is not small enough, `solve_dense` solves the graph again.
+    The Lanczos method with deflation and full reorthogonalisation usually needs 12 to 60 products
+    of the link matrix with a vector. The iteration starts from two vectors, so that it can find a
+    double eigenvalue, whose gap is 0. The last product is computed in float64, so the bound on the
+    eigenvector's error (`error_bound`) includes the rounding errors of earlier products. If this
+    bound is not small enough, `solve_dense` solves the graph again.
 
-    Source: Equation 3 of TokenCut, https://arxiv.org/abs/2202.11539. The band form of Lanczos is by
-    Ruhe, Math. Comp. 33 (1979).
+    Source: Equation 3 of TokenCut, https://arxiv.org/abs/2202.11539. The band form of the Lanczos
+    method is by Ruhe, Mathematics of Computation 33 (1979).
     """
     trivial = graph.trivial_eigenvector()
     if len(trivial) < 3 or graph.is_uniform():
@@ -293,8 +295,8 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
         """Make a vector orthogonal to all earlier rows, and append its direction to `rows`.
 
         Return the dot products of the vector with the earlier rows, and the length of its
-        orthogonal part. If this length is almost 0, append a random direction instead, and return a
-        length of 0.
+        orthogonal part. If the orthogonal part is almost 0, append a random direction instead, and
+        return a length of 0.
         """
         nonlocal rows, num_rows
         products = rows[:num_rows] @ vector
@@ -328,7 +330,7 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     def compute_residual(
         vector: Float64[np.ndarray, " tokens"],
     ) -> tuple[np.ndarray, float, np.ndarray]:
-        """Return D^-1/2 A D^-1/2 times a unit vector, its Rayleigh quotient, and its residual.
+        """Return D^-1/2 A D^-1/2 times a unit vector, the Rayleigh quotient, and the residual.
 
         The residual is zero if the vector is an eigenvector.
         """
@@ -356,7 +358,7 @@ def map_graphs(function: Callable[[T], R], graphs: Iterable[T], *, num_threads: 
     """Apply a function to graphs in parallel threads, and return the results in order.
 
     Within each of these threads, matrix operations (BLAS) run on a single thread. For many small
-    graphs, this is faster than parallel matrix operations.
+    graphs, single-threaded matrix operations are faster than parallel ones.
     """
     blas = ThreadpoolController().select(user_api="blas")
     # A BLAS that is built on OpenMP has a limit for each thread, so every thread sets its limit.

@@ -19,7 +19,7 @@ FoundObjects = dict[str, Any]
 
 @dataclass(frozen=True)
 class ImageResult:
-    """The objects that were found in one image, and its ground truth.
+    """The objects that were found in one image, and the ground truth of the image.
 
     Attributes:
         num_boxes: Number of ground-truth boxes. None if the image has no annotation of boxes.
@@ -71,7 +71,7 @@ class ImageResult:
         """Yield the patch masks of the objects that were found with one block and facet.
 
         `cell` names the block and the facet (kind of feature), as in "11/key". The mask of the
-        object that is scored comes first.
+        scored object comes first.
         """
         for mask in [self.cells[cell]["mask"], *self.cells[cell].get("further_masks", [])]:
             yield unpack_mask(mask, self.grids.get(cell, self.grid))
@@ -160,7 +160,7 @@ class DiscoveryLog:
     def _read(self, path: Path) -> list[dict[str, Any]]:
         """Return the entries of a log file.
 
-        Entries with missing or unknown fields are skipped. They are from another version of
+        Entries with missing or unknown fields are skipped, because they are from another version of
         ssl-bench.
         """
         entries = self._journal.read(path)

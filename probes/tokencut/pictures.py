@@ -42,8 +42,8 @@ def panel_path(folder: Path, cell: str, image_id: str) -> Path:
 def mask_path(folder: Path, cell: str, image_id: str) -> Path:
     """Return the path of the PNG file with the masks of the objects that were found in an image.
 
-    `cell` names the block and the facet (kind of feature), as in "11/key". Such files are saved
-    only for images without ground truth.
+    `cell` names the block and the facet (kind of feature), as in "11/key". Masks are saved as PNG
+    files only for images without ground truth.
     """
     *folders, last = PurePosixPath(image_id).parts
     return folder.joinpath("masks", _block_name(cell), *folders, figure_file_name(last))
@@ -65,7 +65,7 @@ def draw_sheets(
     per_group: int,
     prepare: Callable[[Sample], Sample],
 ) -> None:
-    """Draw a contact sheet of images with the objects found in them, for each block and facet.
+    """For each block and facet, draw a contact sheet of images with the objects found in them.
 
     Images are grouped by outcome: hits, misses, not scored, and degenerate (the object is
     arbitrary).
@@ -93,8 +93,8 @@ def draw_sheets(
         sample = prepare(images[images.ids.index(image_id)])
         if not results[image_id].belongs_to(sample):
             raise DataError(
-                f"{image_id} of {images.name} changed after its objects were found. Run the same "
-                "command again when no other program writes to the dataset"
+                f"image {image_id} of {images.name} changed after its objects were found. Run the "
+                "same command again when no other program writes to the dataset"
             )
         small = Image.fromarray(sample.image).resize(tile_size(sample.image.shape))
         if sample.mask is None:
@@ -156,8 +156,8 @@ def draw_panel(
 ) -> list[Image.Image]:
     """Draw the objects that were found in one image with one block, and return a list of drawings.
 
-    They show the image with boxes, the masks of the found objects, and the eigenvector, if there is
-    one.
+    The drawings show the image with boxes, the masks of the found objects, and the eigenvector, if
+    there is one.
     """
     scored, *others = objects
     further = np.array([other.box for other in others]).reshape(-1, 4)
@@ -221,7 +221,7 @@ def draw_boxes(
 def outline_object(
     image: UInt8[np.ndarray, "height width 3"], truth: UInt8[np.ndarray, "height width"] | None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Draw the outline of the true object on an image. Without a true mask, return the image.
+    """Draw the outline of the true object on an image. Without a true mask, change nothing.
 
     The object consists of the pixels of `truth` with the value 1.
     """

@@ -96,7 +96,7 @@ class TokenCut(Cut, Probe):
             default is 640, the longer side of COCO's images. Without a limit, the graph of a
             photograph with 12 million pixels could have 60,000 patches.
         squash: Side in pixels of the squares that images are resized to without keeping their
-            aspect ratio. It is set automatically if the encoder accepts only one size.
+            aspect ratio. The value is set automatically if the encoder accepts only one image size.
     """
 
     protocol: Literal["reference", "adaptive"] = "reference"
@@ -148,7 +148,8 @@ class TokenCut(Cut, Probe):
     def folder(self) -> str:
         """Return the name of the folder for the figures, the masks and the log of found objects.
 
-        It consists of the name of the preset and the options that the user has changed.
+        The folder name consists of the name of the preset and the options that the user has
+        changed.
         """
         return "_".join(self.variant)
 
@@ -210,7 +211,7 @@ class TokenCut(Cut, Probe):
     def can_precompute_for(self, other: Probe) -> bool:
         """Return whether another probe needs the same features of the same images.
 
-        Both probes can then share one pass of the images through the encoder.
+        Two such probes can share one pass of the images through the encoder.
         """
 
         def inputs(probe: TokenCut) -> tuple[Any, ...]:
@@ -221,9 +222,9 @@ class TokenCut(Cut, Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Find the objects of all images, and yield the scores of all requested layers and facets.
 
-        A facet is a kind of feature, such as keys. Each image is encoded once. Its result is saved
-        immediately, and later runs reuse it. For images without ground truth, the masks of the
-        found objects are saved as PNG files.
+        A facet is a kind of feature, such as keys. Each image is encoded once. The result of an
+        image is saved immediately, and later runs reuse it. For images without ground truth, the
+        masks of the found objects are saved as PNG files.
 
         Raises:
             DataError: A file cannot be read, or no image has a box to score with.
@@ -359,8 +360,8 @@ class _DiscoveryOutput:
     ) -> None:
         """Save the figures of an image, and then the objects that were found in it.
 
-        If all of these exist already, do nothing. `objects` contains the found objects by block and
-        facet (kind of feature), with keys such as "11/key".
+        If all figures and objects are saved already, do nothing. `objects` contains the found
+        objects by block and facet (kind of feature), with keys such as "11/key".
         """
         if not self.is_incomplete(sample.image_id):
             return
@@ -456,10 +457,10 @@ def batch_by_shape(
 def find_in_batch(
     probes: Sequence[TokenCut], extractor: FeatureExtractor, samples: Sequence[Sample]
 ) -> list[list[dict[str, list[Discovery]]]]:
-    """Find the objects of each image of a batch with each of several probes.
+    """With each of several probes, find the objects of all images of a batch.
 
-    The images are encoded together, so all of them must have the same patch grid. Their similarity
-    graphs are cut on the CPU in parallel threads.
+    The images are encoded together, so all of them must have the same patch grid. The similarity
+    graphs of the images are cut on the CPU in parallel threads.
 
     Returns:
         For each image, a list with a dictionary for each probe. The dictionary contains the found
@@ -570,7 +571,7 @@ def _warn_about_padding(
 ) -> None:
     """Print which images have an object that lies entirely in the padding of the image.
 
-    Most of these images are small.
+    Such objects occur mostly in small images.
     """
     patch_size = context.encoder.patch_size
     image_ids = [

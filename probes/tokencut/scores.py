@@ -54,7 +54,7 @@ def image_result(
         DataError: `has_mask` is true, but the image has no mask.
     """
     if has_mask and sample.mask is None:
-        raise DataError(f"{sample.image_id} has no mask to score with", hint=("probe.truth=boxes",))
+        raise DataError(f"{sample.image_id} has no ground-truth mask", hint=("probe.truth=boxes",))
     truth = sample.mask if has_mask else None
     true_boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
     areas = (true_boxes[:, 2:] - true_boxes[:, :2]).prod(-1)
@@ -143,8 +143,8 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
 def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> Iterator[Score]:
     """Compare the masks of found objects with true masks, and yield the scores of one layer.
 
-    There is one score for each metric of `OBJECT_SCORES`, such as IoU, averaged over the images.
-    All images must have a true mask. `facet` is the kind of feature, such as keys.
+    Each metric of `OBJECT_SCORES`, such as IoU, gives one score, averaged over the images. All
+    images must have a true mask. `facet` is the kind of feature, such as keys.
     """
     cells = [result.cells[layer_facet_name(layer, facet)] for result in results]
     counts = np.array([cell["object"] for cell in cells], np.int64)
@@ -168,7 +168,8 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
 def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
     """Return the percentage of degenerate images, whose found object is arbitrary.
 
-    This is the only score that needs no ground truth. `facet` is the kind of feature, such as keys.
+    This percentage is the only score that needs no ground truth. `facet` is the kind of feature,
+    such as keys.
     """
     flags = np.array(
         [result.cells[layer_facet_name(layer, facet)]["degenerate"] for result in results]
@@ -181,8 +182,8 @@ def flag_percentages(cells: Sequence[FoundObjects]) -> dict[str, float]:
     """Return the percentages of images whose found object is unreliable.
 
     "degenerate_percent" counts images whose object is arbitrary. "tied_cutoff_percent" counts
-    images whose object may depend on the order of patches. It exists only for objects that were
-    found with LOST. Each element of `cells` contains the objects of one image.
+    images whose object may depend on the order of patches. "tied_cutoff_percent" exists only for
+    objects that were found with LOST. Each element of `cells` contains the objects of one image.
     """
     percentages = {}
     for flag in ("degenerate", "tied_cutoff"):

@@ -25,7 +25,7 @@ def probe(task: str, *more: str) -> int:
 
 def test_the_number_of_images_without_a_figure_is_printed(capsys):
     assert probe("pca", *PHOTOS, "probe.panels=3") == 0
-    assert "3 of 4 images are projected; use `--pictures 4`" in capsys.readouterr().err
+    assert "3 of 4 images are shown as PCA maps; use `--pictures 4`" in capsys.readouterr().err
     assert probe("pca", *PHOTOS, "--pictures", "4", "--overwrite") == 0
     assert "of 4 images" not in capsys.readouterr().err
 

@@ -117,7 +117,7 @@ def test_colours_can_be_aligned_with_another_checkpoint(photographs, tmp_path):
     # The reference may itself have been aligned with another checkpoint.
     third = {"protocol": "batch", "encoder": encoder("third")}
     probe(photographs, store, messages, **third, align_to="other")
-    sources = [line.split()[-1] for line in messages if "colours aligned with" in line]
+    sources = [line.split()[-1] for line in messages if "are aligned with" in line]
     assert sources == ["tiny", "other"]
     for unknown in ({"align_to": "tinny"}, {"align_to": "tiny", "protocol": "image"}):
         with pytest.raises(ConfigurationError, match=r"probe\.align_to"):
