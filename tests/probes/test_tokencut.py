@@ -249,7 +249,7 @@ def test_breakdowns_and_image_shares_equal_a_count_by_hand():
     # This score also counts images without boxes.
     flagged = degenerate_score(1, "key", results)
     assert (flagged.metric, flagged.value, flagged.num_images) == ("degenerate", 40, 5)
-    assert flagged.per_image.tolist() == degenerate
+    assert np.asarray(flagged.per_image).tolist() == degenerate
 
 
 def test_the_size_of_objects_is_that_of_the_largest_box():
