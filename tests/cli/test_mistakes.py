@@ -139,7 +139,7 @@ def test_flags_keep_all_values_that_their_help_allows():
     for name, command in command_parsers(parser).items():
         for action in command._actions:
             if "May be repeated" in (action.help or ""):
-                words = [action.option_strings[0], *["a", "b"][: action.nargs or 1]]
+                words = [action.option_strings[0], *("ab" if action.nargs == 2 else "a")]
                 options = parser.parse_args([name, *REQUIRED.get(name, ()), *words, *words])
                 assert len(getattr(options, action.dest)) == 2, words
                 repeated.add(words[0])

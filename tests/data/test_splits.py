@@ -119,8 +119,8 @@ def test_first_images_are_the_leading_ones_under_their_own_name(tmp_path):
 def test_every_key_that_selects_or_changes_images_has_an_effect_on_every_dataset(tmp_path):
     # The root is used when the dataset is created, and probes use the other three keys.
     elsewhere = {"data.root", "data.allow_overlap", "seed", "dtype"}
-    changes = [("data.fingerprint", "stat"), ("data.bits", 12), ("data.limit", 3)]
-    changes += [("data.first", 3), ("corrupt", "snow:1")]
+    changes = [("data.fingerprint", "stat"), ("data.bits", 12), ("data.limit", 2)]
+    changes += [("data.first", 2), ("corrupt", "snow:1")]
     assert SHARED_KEY_TYPES.keys() - elsewhere == dict(changes).keys()
     for name, root in data_of_every_role(tmp_path).items():
         config = compose_config("data", [f"dataset={name}", f"data.root={root}"])
