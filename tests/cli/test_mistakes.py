@@ -134,6 +134,20 @@ def test_every_command_has_a_help_and_a_debug_flag():
     assert "probe.tau=0.3 or probe.neighbours=[10,20]" in commands["sweep"].format_help()
 
 
+def test_flags_keep_all_values_that_their_help_allows():
+    parser, repeated = build_parser(), set()
+    for name, command in command_parsers(parser).items():
+        for action in command._actions:
+            if "May be repeated" in (action.help or ""):
+                words = [action.option_strings[0], *("ab" if action.nargs == 2 else "a")]
+                options = parser.parse_args([name, *REQUIRED.get(name, ()), *words, *words])
+                assert len(getattr(options, action.dest)) == 2, words
+                repeated.add(words[0])
+    assert repeated == {"--checkpoint", "--row", "--as", "--pair"}
+    assert parser.parse_args(["table", "--over-steps", "a", "b"]).over_steps == ["a", "b"]
+    assert parser.parse_args(["report", "--runs", "a", "b"]).run_folders == ["a", "b"]
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

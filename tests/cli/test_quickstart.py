@@ -1,5 +1,7 @@
 """Test the command `ssl-bench quickstart`."""
 
+import re
+
 import pytest
 
 from ssl_bench.cli import quickstart
@@ -39,7 +41,7 @@ def shrink(words: tuple[str, ...]) -> list[str]:
     ],
 )
 def test_finished_runs_are_kept_and_interrupted_ones_start_again(
-    tmp_path, monkeypatch, existing, flags, trained, probed
+    tmp_path, monkeypatch, capsys, existing, flags, trained, probed
 ):
     commands, drawn = [], []
     run = tmp_path / quickstart.MODEL
@@ -47,7 +49,8 @@ def test_finished_runs_are_kept_and_interrupted_ones_start_again(
     other = {"settings": {"tau": 0.3}, "changed": {"tau": 0.3}}
     for record in (
         build_record(),
-        skipless(layer=2),
+        build_record(layer=11, value=70.0),
+        skipless(layer=4, value=20.0),
         build_record(metric="iou", layer=1),
         build_record(**other, layer=5),
     ):
@@ -73,7 +76,14 @@ def test_finished_runs_are_kept_and_interrupted_ones_start_again(
     # Only the main scores are drawn.
     ((tables, path),) = drawn
     assert path == store.root / "curves.png"
-    assert [(table.record.metric, table.rows) for table in tables] == [("corloc", (2, 3))]
+    assert [(table.record.metric, table.rows) for table in tables] == [("corloc", (3, 4, 11))]
+    # The table shows four blocks, from the first to the last.
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert [re.split(" {2,}", line)[2:] for line in lines] == [
+        ["encoder", "block 0", "block 4", "block 7", "block 11"],
+        ["skip", "-", "-", "-", "70.0"],
+        ["skipless", "-", "20.0", "-", "-"],
+    ]
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_another_size_than_the_only_one_is_refused(workdir, task, settings):
 def test_images_are_resized_to_the_expected_height_and_width(resize, image, patch_size, expected):
     assert resize.output_size(*image, patch_size) == expected
     # Squares without a size have the shorter native side.
-    assert Resize(None).square_side((224, 240)) == 224
+    assert [Resize(None).square_side(size) for size in ((224, 240), (240, 224))] == [224, 224]
     assert Resize(100, round_to_patch=True).square_side((224, 240), 14) == 98
 
 

@@ -163,3 +163,7 @@ def test_only_the_first_process_prints(capsys, monkeypatch):
 
     assert show_progress(items, "images") is items
     assert capsys.readouterr() == ("", "")
+    set_torchrun_env(monkeypatch, 2, RANK="0")
+    for _ in range(2):
+        output.print_message_once("a line with \x1b[1m")
+    assert capsys.readouterr() == ("", "a line with \\x1b[1m\n")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import ssl_bench
 from ssl_bench.api import Results
 from ssl_bench.cli.__main__ import main
+from ssl_bench.cli.features import DTYPES
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, UnsupportedEncoderError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import TimmConfig, ViTConfig, build_encoder, build_vit, save_encoder
@@ -478,7 +479,7 @@ def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, capsys, for
     photographs(tmp_path / "photos", 3)
     names = ["000.png", "001.png", os.fsdecode(b"\xff\xfe.png")]
     Path("photos/002.png").rename(Path("photos") / names[2])
-    words = features(tmp_path / "out", "--format", form)
+    words = features(tmp_path / "out", "--format", form, "--batch-size", "2")
 
     assert main(words) == 0
     assert " 0.1 MB of features to " in capsys.readouterr().err
@@ -523,12 +524,18 @@ def test_the_index_of_features_names_the_class_of_each_image(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     class_folders(tmp_path / "classes", count=1)
 
-    assert main(features(tmp_path, "--dataset", "class_folders", "--data-root", "classes")) == 0
+    for splits, more in (
+        (("train", "val"), []),
+        (("val",), ["--split", "val"]),
+        (("val", "train"), ["--split", "val, train", "--limit", "1"]),
+    ):
+        data = ["--dataset", "class_folders", "--data-root", "classes", *more]
+        assert main(features(tmp_path / "".join(more), *data)) == 0
 
-    index = pandas.read_parquet("index.parquet")
-    rows = index[["split", "label", "class"]].to_numpy().tolist()
-    names = [(0, "cat"), (1, "dog")]
-    assert rows == [[split, *name] for split in ("train", "val") for name in names]
+        index = pandas.read_parquet(tmp_path / "".join(more) / "index.parquet")
+        rows = index[["split", "label", "class"]].to_numpy().tolist()
+        names = [(0, "cat"), (1, "dog")][: 1 if "--limit" in more else 2]
+        assert rows == [[split, *name] for split in splits for name in names]
 
 
 def test_features_continue_after_an_interruption(tmp_path, monkeypatch):
@@ -853,11 +860,14 @@ def test_images_slightly_outside_the_range_after_bicubic_resizing_are_accepted()
     assert found[0]["token"].isfinite().all()
 
 
-def test_the_announced_size_is_that_of_the_written_features(workdir, capsys):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_features_have_the_announced_size_and_number_format(workdir, capsys, dtype):
     words = ["features", "--checkpoint", "encoder.safetensors", "--data-root", "photos"]
     words += ["--facet", "token,mlp_hidden,cls", "--format", "npz", "--out", "features"]
-    assert main(words) == 0
+    assert main([*words, "--dtype", dtype]) == 0
     (file,) = Path("features").glob("*.npz")
-    arrays = np.load(file)
-    size = sum(arrays[name].nbytes for name in arrays.files if name.startswith("block"))
+    with np.load(file) as stored:
+        arrays = [stored[name] for name in stored.files if name.startswith("block")]
+    assert {array.dtype.name for array in arrays} == {dtype}
+    size = sum(array.nbytes for array in arrays)
     assert f"writing {format_size(size)} of features" in capsys.readouterr().err

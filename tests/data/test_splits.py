@@ -17,6 +17,7 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.data.samples import resolve_dataset_name
 from ssl_bench.data.splits import (
+    SHARED_KEY_TYPES,
     Split,
     apply_shared_values,
     limit_dataset,
@@ -25,7 +26,14 @@ from ssl_bench.data.splits import (
     require_disjoint,
 )
 from ssl_bench.errors import ConfigurationError
-from tests.support.faults import class_folders, make_probe_args, photo_folder, records, voc
+from tests.support.faults import (
+    class_folders,
+    data_of_every_role,
+    make_probe_args,
+    photo_folder,
+    records,
+    voc,
+)
 
 IDS = [f"{number:02d}" for number in range(10)]
 
@@ -106,6 +114,19 @@ def test_first_images_are_the_leading_ones_under_their_own_name(tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         open_images("data.first=2", "data.limit=2")
     assert open_images("data.first=2", *caught.value.hint).ids == first.ids
+
+
+def test_every_key_that_selects_or_changes_images_has_an_effect_on_every_dataset(tmp_path):
+    # The root is used when the dataset is created, and probes use the other three keys.
+    elsewhere = {"data.root", "data.allow_overlap", "seed", "dtype"}
+    changes = [("data.fingerprint", "stat"), ("data.bits", 12), ("data.limit", 2)]
+    changes += [("data.first", 2), ("corrupt", "snow:1")]
+    assert SHARED_KEY_TYPES.keys() - elsewhere == dict(changes).keys()
+    for name, root in data_of_every_role(tmp_path).items():
+        config = compose_config("data", [f"dataset={name}", f"data.root={root}"])
+        dataset, values = build(config, "dataset"), read_shared_values(config)
+        views = [dataset, *(apply_shared_values(dataset, values | dict([one])) for one in changes)]
+        assert len({view.images().fingerprint() for view in views}) == len(views), name
 
 
 def test_results_of_limited_images_have_their_own_name(workdir, capsys):

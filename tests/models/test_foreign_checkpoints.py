@@ -17,6 +17,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading import load
+from ssl_bench.models.loading.layouts import dinov3_architecture
 from ssl_bench.models.loading.load import load_and_log
 from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
@@ -262,6 +263,14 @@ def test_a_dinov3_saved_by_timm_is_recognised_by_its_width(tmp_path, qkv_bias):
     name = f"vit_small_patch16_dinov3{qkv_bias}"
     path = save_checkpoint(tmp_path / "w.pth", timm.create_model(name, depth=1).state_dict())
     assert f"`--checkpoint timm:{name}@{path}" in get_load_error(path)
+
+
+@pytest.mark.parametrize("name", timm.list_models("vit_*dinov3*"))
+def test_every_dinov3_of_timm_is_recognised_by_its_tensors(name):
+    with torch.device("meta"):
+        weights = timm.create_model(name, depth=1, num_classes=0).state_dict()
+
+    assert dinov3_architecture(weights) == name
 
 
 def test_torch_hub_weights_of_dinov2_give_the_same_features(tmp_path, monkeypatch):

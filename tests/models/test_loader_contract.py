@@ -36,6 +36,9 @@ EXAMPLES = [*(a.example for a in ADDRESSES if a.example), *([] if IS_INSTALLED e
 NO_EXAMPLE = pytest.mark.skip(reason="this loader has no attribute `example`")
 URIS = [*EXAMPLES, *(pytest.param(a.form, marks=NO_EXAMPLE) for a in ADDRESSES if not a.example)]
 SCHEMES = list(dict.fromkeys([*LOADERS, *entry_points("encoder"), SCHEME]))
+# Paths of encoders that do not exist, and the beginnings of addresses that a path can follow.
+MISSING = ["nothing", "nothing@200", "runs/no@200", "runs/skip@last", "runs/skip@300", "no.pth@1"]
+PREFIXES = ["", "random:", "mean=0.5,std=0.5:", "timm:vit_tiny_patch16_224@"]
 WITHOUT_NETWORK = r"(?!hf-hub|torchhub|local-dir|timm:.*\.dino|timm:.*@)"
 MODULE = """
 from ssl_bench.models import build_vit
@@ -142,9 +145,17 @@ def test_every_block_gives_finite_tokens_on_its_grid(uri):
         assert features[layer]["token"].isfinite().all()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_unknown_address_is_refused_in_one_line(scheme, capsys):
-    code = main(["models", f"{scheme}:nothing/of this name"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *(f"{scheme}:nothing/of this name" for scheme in SCHEMES),
+        *(f"{prefix}{path}" for prefix in PREFIXES for path in MISSING),
+        *("runs/*@300", "nothing/*", "my_model.py:nothing", "nothing.py:encoder"),
+        *("hf-hub:nothing/nothing@main", "local-dir:nothing@200"),
+    ],
+)
+def test_an_unknown_address_is_refused_in_one_line(uri, capsys):
+    code = main(["models", uri])
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 4, line
     assert "Traceback" not in line

@@ -25,7 +25,7 @@ from probes.tokencut.pictures import (
     group_by_outcome,
 )
 from probes.tokencut.probe import TokenCut, batch_by_shape
-from probes.tokencut.scores import corloc_score, image_result
+from probes.tokencut.scores import corloc_score, degenerate_score, image_result
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.data.samples import Sample, unsupported_role_error
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
@@ -246,6 +246,10 @@ def test_breakdowns_and_image_shares_equal_a_count_by_hand():
         "from_40_percent": {"num_images": 1, "corloc": 100},
     }
     assert score.details["by_num_objects"]["from_4"] == {"num_images": 1, "corloc": 100}
+    # This score also counts images without boxes.
+    flagged = degenerate_score(1, "key", results)
+    assert (flagged.metric, flagged.value, flagged.num_images) == ("degenerate", 40, 5)
+    assert np.asarray(flagged.per_image).tolist() == degenerate
 
 
 def test_the_size_of_objects_is_that_of_the_largest_box():

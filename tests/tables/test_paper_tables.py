@@ -146,10 +146,16 @@ def test_results_with_the_protocol_nearest_to_the_paper_are_shown(store):
         "also recorded: miou_oracle, token, protocol cutting_the_skip, epochs=2 | miou_oracle, "
         "token, protocol fast | miou_holdout, token, protocol ssl_bench"
     )
-    # If results differ only in their images, those on the most images are shown.
+    # If results differ only in their images, those on the most images are shown, although a result
+    # of another encoder has the same images as before.
+    save(store, "e", 5, hits(1, 1, 0, 0), **oracle)
     save(store, "a", 5, hits(1, 1, 1, 1, 0), dataset_fingerprint="c" * 64, **oracle)
     (chosen,) = build_table(store, "table2", shas="a").entries.values()
     assert (chosen.value, chosen.records[0].num_images) == (80.0, 5)
+    # If both encoders are shown, their results have the same images.
+    rows = {"a": "skip, soap", "e": "skipless, soap"}
+    shown = build_table(store, "table2", shas="ae", rows=rows).entries.values()
+    assert [entry.value for entry in shown] == [75.0, 50.0]
     # Multi-scale heads are shown in the multi-scale columns only.
     multi = {"metric": "miou_oracle", "settings": {"layers_mode": "multi"}}
     save(store, "d", 11, hits(1, 0), **multi, **fields)
