@@ -21,15 +21,15 @@ _ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
 
 
 class PackedRecord(NamedTuple):
-    """One row of `records.parquet`. It replaces the JSON file and the `.npz` file of one record.
+    """One row of `records.parquet`, which replaces the JSON file and `.npz` file of one record.
 
     A record is the stored result of one evaluation.
 
     Attributes:
         content: Content of the JSON file, which contains the record.
-        images: Content of the `.npz` file, which contains per-image values. None if the record has
-            no such file.
-        digest: SHA-256 of the JSON file's path, `content` and `images`. None if an older version
+        images: Content of the `.npz` file, which contains per-image values, or None if the record
+            has no such file.
+        digest: SHA-256 of the JSON file's path, `content` and `images`, or None if an older version
             wrote the row.
     """
 
@@ -46,8 +46,8 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, PackedRecord], dict[Pa
         path: Path of the Parquet file.
 
     Returns:
-        Two dictionaries: the valid rows, and the damaged rows, which do not match their digests.
-        The keys are the paths of the JSON files that the rows replace.
+        A dictionary of the valid rows, and a dictionary of the damaged rows, which do not match
+        their digests. The keys are the paths of the JSON files that the rows replace.
 
     Raises:
         DataError: The Parquet file cannot be read, or its number of rows differs from the number
@@ -82,8 +82,7 @@ def write_rows(file: BinaryIO, root: Path, rows: Mapping[Path, PackedRecord]) ->
     Args:
         file: The Parquet file, open for writing.
         root: Folder of results.
-        rows: The rows, by the paths of the JSON files that they replace. These paths are below
-            `root`.
+        rows: The rows, by the paths below `root` of the JSON files that they replace.
     """
     names = [os.fsencode(path.relative_to(root).as_posix()) for path in rows]
     digests = [
