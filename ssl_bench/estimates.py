@@ -12,7 +12,7 @@ from ssl_bench.sweep import Job
 
 
 class EarlierRun(NamedTuple):
-    """An earlier run of a job's encoder and probe, on some of the job's images.
+    """Earlier evaluation of a job's encoder with the job's probe, on some of the job's images.
 
     Attributes:
         ids: Ids of the scored images.
@@ -32,8 +32,8 @@ class EarlierRun(NamedTuple):
 def estimate_seconds(jobs: Sequence[Job], store: ResultStore) -> list[float | None]:
     """Estimate the wall-clock time of jobs from stored results on some of their images.
 
-    A job evaluates one encoder with one probe on one dataset. To get results on some of its images,
-    run the same command with `--limit 12`, for example. The time is extrapolated linearly to all
+    A job evaluates one encoder with one probe on one dataset. To get results for an estimate, run
+    the same command with `--limit 12`, for example. The time is extrapolated linearly to all
     images. Only results of the most recently used device are used.
 
     Args:

@@ -218,7 +218,7 @@ class Bootstrap(_StudentT):
     """Bootstrap estimate of a score in percent.
 
     The bootstrap samples depend only on the number of images. Two scores of the same images
-    therefore use the same samples.
+    therefore use the same bootstrap samples.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
 
@@ -236,7 +236,8 @@ class Bootstrap(_StudentT):
     def margin(self) -> float:
         """Return half of the width of the 95 % interval, or NaN if there is no interval.
 
-        Half of the width is the standard error times a quantile of Student's t distribution.
+        Half of the interval's width is the standard error times a quantile of Student's t
+        distribution.
         """
         from scipy.special import stdtrit
 

@@ -327,7 +327,7 @@ def coco_average_precision(
     """Compute average precision in percent with COCOeval of pycocotools (its `stats[0]`).
 
     The result is NaN if there is no ground-truth box. The first boxes of all images have the same
-    confidence, the second boxes have a lower one, and so on. COCOeval orders boxes of equal
+    confidence, the second boxes have a lower confidence, and so on. COCOeval orders boxes of equal
     confidence by image. Unlike `average_precision`, COCOeval thus depends on the order of the
     images.
 

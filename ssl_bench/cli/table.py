@@ -42,7 +42,7 @@ from ssl_bench.tables.steps import step_table
 def command(options: argparse.Namespace) -> int:
     """Print tables of the scores in a results folder, or of the training logs of runs.
 
-    With `--pack`, move the stored scores to one file instead.
+    With `--pack`, only move the stored scores to one file.
     """
     style = resolve_format(options.format)
     _check_options(options)
@@ -109,7 +109,7 @@ def _check_options(options: argparse.Namespace) -> None:
     used = [flag for flag, value in exclusive.items() if value]
     if len(used) > 1:
         raise ConfigurationError(
-            f"expected only one of {', '.join(exclusive)}, got {' and '.join(used)}"
+            f"expected only one of the flags {', '.join(exclusive)}, got {' and '.join(used)}"
         )
     if options.over_steps:
         selecting = {

@@ -61,7 +61,9 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, PackedRecord], dict[Pa
         number, has_digests = str(table.num_rows).encode(), _ROW_DIGEST in table.column_names
         digests = table.column(_ROW_DIGEST).to_pylist() if has_digests else [None] * table.num_rows
         if (table.schema.metadata or {}).get(_NUM_ROWS, number) != number:
-            raise ValueError(f"found {table.num_rows} rows, but the metadata states another number")
+            raise ValueError(
+                f"found {table.num_rows} rows, but the metadata states another number of rows"
+            )
         valid, damaged = {}, {}
         for file, record, images, digest in zip(*columns, digests, strict=True):
             row = PackedRecord(record, images, digest)

@@ -128,9 +128,9 @@ _KINDS_OF_OLD_METRICS = {
 def guess_kind(metric: str, per_image: PerImage) -> str:
     """Guess the kind of per-image values, such as "hits", for an old record that lacks it.
 
-    The kind is the rule that computes the metric from the values. A record is the stored result of
-    one evaluation. Early versions stored percentages as floats, and hits as one integer for each
-    image. For all other per-image values, the name of the metric determines the kind.
+    The kind is the rule that computes the metric from the per-image values. A record is the stored
+    result of one evaluation. Early versions stored percentages as floats, and hits as one integer
+    for each image. For all other per-image values, the name of the metric determines the kind.
     """
     if per_image.dtype.kind == "f":
         return "percent"
