@@ -634,7 +634,7 @@ class Evaluation:
             say(f"{where}: {len(outdated)} results are outdated and will be computed again")
         errors = {path: store.unreadable.get(path) for path in map(store.path, plan.pending)}
         if damaged := {path: why for path, why in errors.items() if why is not None}:
-            say(f"{where}: damaged records are computed again: {summarise_problems(damaged)}")
+            say(f"{where}: computing damaged records again: {summarise_problems(damaged)}")
         if plan.layers:
             reason = "" if plan.pending else "drawing missing pictures again, "
             say(f"{where}: {reason}layers {', '.join(map(str, plan.layers))}")
