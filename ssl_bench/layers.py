@@ -75,7 +75,7 @@ def parse_facets(
     blocks = sorted({match[1] for match in submodules})
     if len(blocks) > 1:
         raise ConfigurationError(
-            f"all submodules in {key} must have the same block index, or * for every block, "
+            f"{key} must have the same block index, or * for every block, in all submodules, "
             f"got {', '.join(blocks)}"
         )
     names = [name for name in known if name in requested]
