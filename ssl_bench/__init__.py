@@ -23,8 +23,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public object, such as `probe`, when it is first used.
 
-    This keeps `import ssl_bench` and `ssl-bench --help` fast, because PyTorch is only imported when
-    it is needed.
+    PyTorch is only imported when it is needed, so that `import ssl_bench` and `ssl-bench --help`
+    are fast.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,7 +50,7 @@ _SHORT_FORMS: Mapping[str, str] = {
     "class_names": "dataset.class_names",
     "box_format": "dataset.box_format",
 }
-"""Config keys of some keyword arguments of `probe`. By default, NAME sets the key `probe.NAME`."""
+"""Config keys of some arguments of `probe`. By default, an argument NAME sets `probe.NAME`."""
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][\w.-]*")
 _TOP_LEVEL_KEYS = ("seed", "dtype", "corrupt")
 _PROBE_KEYWORDS = {"--checkpoint": "encoder", **{key: name for name, key in _SHORT_FORMS.items()}}
@@ -169,8 +169,8 @@ def probe(
             a torch module with a list of blocks. `Encoder.from_module` converts such a module.
         task: A task such as "tokencut", several tasks separated by commas, or "all" for all tasks
             that the dataset and the encoder support. `ssl-bench keys` lists the tasks.
-        dataset: Name of a dataset, such as "voc2012". By default, `train`, `val` and `images` are
-            used, or "toy" if none of them is given.
+        dataset: Name of a dataset, such as "voc2012". By default, the images in the arguments
+            `train`, `val` and `images` are used, or "toy" if these arguments are missing.
         data_root: Folder of the dataset.
         train: Your own training images: a dataset of torchvision or Hugging Face, or any sequence
             of pairs (image, target). `ssl_bench.data.layouts.python_dataset` describes the targets.
@@ -178,15 +178,16 @@ def probe(
         images: Your own images for tasks without training, such as "pca" or "tokencut".
         layer: Block indices, 0-based: "all", 11, -1, "0,5,11" or a list.
         out: Folder to which results and figures are written.
-        device: Name of a torch device. By default, a torch module stays on its device. Other
+        device: Name of a torch device. By default, a torch module stays on its device, and other
             encoders use a GPU if there is one.
         overwrite: Compute finished results again.
         on_bad_image: "skip" leaves out images that cannot be read, and "fail" raises an error for
             them. The default depends on the dataset.
-        settings: Settings of the probe, such as `image_size=224` for `probe.image_size=224`.
-            `limit` is the maximum number of images of a split, `pictures` the number of example
-            figures, and `seed` the random seed. `dataset_name`, `class_names` and `box_format`
-            describe your own datasets. Write other keys in full: `**{"dataset.num_val": 4}`.
+        settings: Settings of the probe, such as `image_size=224` for `probe.image_size=224`. The
+            setting `limit` is the maximum number of images of a split, `pictures` is the number of
+            example figures, and `seed` is the random seed. `dataset_name`, `class_names` and
+            `box_format` describe your own datasets. Write all other keys in full:
+            `**{"dataset.num_val": 4}`.
 
     Raises:
         SslBenchError: An argument, the encoder or the data is invalid.
@@ -230,8 +231,8 @@ def probe(
 def read_results(folder: str | Path = "results") -> Results:
     """Read all results in a folder to which `probe` or `ssl-bench probe` has written results.
 
-    Results that cannot be read, or that an older version of a probe computed, are left out. A
-    message lists them.
+    Results that cannot be read, or that an older version of a probe computed, are left out with a
+    message.
 
     Raises:
         DataError: The folder contains no valid result.
@@ -278,16 +279,18 @@ def extract_features(
             are resized to squares.
         layers: Block indices, 0-based: "all", 11, -1, "0,5,11" or a list.
         facets: Names of facets (kinds of features), such as "token" for patch tokens or "key".
-            `ssl_bench.features.FeatureExtractor` lists them. "cls" and "token" are outputs of the
-            block itself. "cls_normed" and "token_normed" are these outputs after the encoder's
-            final norm. The k-NN and classification probes use features after the final norm.
-        image_size: Side of the squares in pixels (default: the encoder's native size).
+            `ssl_bench.features.FeatureExtractor` lists all facets. "cls" and "token" are outputs of
+            the block itself, while "cls_normed" and "token_normed" are these outputs after the
+            encoder's final norm. The k-NN and classification probes use features after the final
+            norm.
+        image_size: Side of the resized square images in pixels (default: the encoder's native
+            size).
         batch_size: Number of images in a forward pass.
-        device: Name of a torch device. By default, a torch module stays on its device. Other
+        device: Name of a torch device. By default, a torch module stays on its device, and other
             encoders use a GPU if there is one.
 
     Returns:
-        Features by block index and facet. They have the shape batch x dim for "cls" and
+        Features by block index and facet. The features have the shape batch x dim for "cls" and
         "cls_normed", batch x registers x dim for "registers", and batch x rows x cols x dim for all
         other facets.
 
@@ -394,8 +397,8 @@ def _resize_to_square(image: ImageLike, size: tuple[int, int]) -> Float[Tensor, 
         image = read_image(Path(image), apply_exif_orientation=True)
     elif image.dtype != np.uint8 or image.shape[2:] != (3,):
         raise ConfigurationError(
-            "expected a numpy.uint8 array of height x width x 3 with values from 0 to 255, got "
-            f"{' x '.join(map(str, image.shape))} of {image.dtype}"
+            "expected a numpy.uint8 array of height x width x 3 with values from 0 to 255, got an "
+            f"array of {' x '.join(map(str, image.shape))} with dtype {image.dtype}"
         )
     return resize_image(image, size)
 

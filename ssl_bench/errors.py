@@ -1,8 +1,8 @@
 """Define the errors that the command line reports in one line, with exit codes and hints.
 
-An error has a message, which says what is wrong and what was expected. It may also have a hint,
-which says what to type instead. The hint is a tuple of words, so that it can be shown as flags or
-as Python keywords, and so that tests can run it.
+An error has a message, which says what is wrong and what was expected. An error may also have a
+hint, which says what to type instead. A hint is stored as a tuple of words, so that it can be shown
+as flags or as Python keyword arguments.
 """
 
 import ast
@@ -38,8 +38,8 @@ class SslBenchError(Exception):
 
     Attributes:
         exit_code: Exit code of the command.
-        is_raised_on_all_ranks: Whether all processes of a distributed run raise this error. If so,
-            only the first process reports it.
+        is_raised_on_all_ranks: Whether all processes of a distributed run raise this error. Only
+            the first process reports such an error.
     """
 
     exit_code = 1
@@ -85,7 +85,7 @@ class UnreadableImageError(DataError):
     Args:
         message: What is wrong with the file, in one line.
         remedy: What makes the file readable: the name of a Python package to install, or a setting
-            such as "data.bits=16". It is empty if the file is damaged.
+            such as "data.bits=16". The remedy of a damaged file is empty.
         hint: What the user should type instead, as a tuple of words, such as ("--device", "cpu").
     """
 
@@ -130,13 +130,13 @@ def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> B
     """Return an error that states the Python file and the line in which an exception was raised.
 
     The last call in a traceback is often inside a library. The error therefore states the last call
-    in a file of `packages`. If there is none, it states the last call of all. For a SyntaxError, it
-    states the invalid line.
+    in a file of `packages`. If no call is in such a file, the error states the last call of the
+    traceback. For a SyntaxError, the error states the invalid line.
 
     Args:
         error: The exception with its traceback.
         packages: Names of packages, such as "probes". A file belongs to a package if a folder in
-            its path has this name.
+            the path of the file has the name of the package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
@@ -165,14 +165,14 @@ def with_hint(
     """Append a hint (what the user should type instead) to an error message.
 
     For example, the hint ("--device", "cpu") becomes "; use `--device cpu`". In the context
-    `hints_for_python`, it becomes "; use `device="cpu"`".
+    `hints_for_python`, this hint becomes "; use `device="cpu"`".
 
     Args:
         message: What is wrong.
-        hint: Words to type. The word "or" separates alternatives. An alternative is left out if the
-            message already contains it.
-        keyword_names: If given, the hint is always shown as Python arguments. The dictionary maps
-            flags and keys to argument names, such as {"--checkpoint": "encoder"}.
+        hint: Words to type. The word "or" separates alternatives. An alternative that the message
+            already contains is left out.
+        keyword_names: Argument names for some flags and keys, such as {"--checkpoint": "encoder"}.
+            If these names are given, the hint is always shown as Python arguments.
     """
     names = _keyword_names.get() if keyword_names is None else keyword_names
     ways = dict.fromkeys(
@@ -191,11 +191,12 @@ def _mentions(message: str, words: str) -> bool:
 def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
     """Show the hints of errors as Python keyword arguments inside this context.
 
-    Outside of it, hints are shown as command-line flags and KEY=VALUE settings.
+    Outside of this context, hints are shown as command-line flags and KEY=VALUE settings.
 
     Args:
         keyword_names: Argument names for some flags and keys, such as {"--checkpoint": "encoder"}.
-            Other names are derived from the flag or key: `--batch-size` becomes `batch_size`.
+            All other argument names are derived from the flag or key: `--batch-size` becomes
+            `batch_size`.
     """
     token = _keyword_names.set(keyword_names)
     try:
@@ -240,7 +241,7 @@ def fill_placeholders(word: str, fill: Callable[[str], str]) -> str:
 def format_command(words: Sequence[str]) -> str:
     """Join the words of an error's hint into a shell command.
 
-    Placeholders become words in capital letters. For example, {folder} becomes FOLDER.
+    Each placeholder becomes a word in capital letters: {folder} becomes FOLDER.
     """
     return " ".join(_quote(fill_placeholders(word, str.upper)) for word in words)
 
@@ -255,14 +256,14 @@ def _quote(word: str) -> str:
 def format_keywords(words: Sequence[str], names: Mapping[str, str]) -> str:
     """Convert the words of an error's hint to Python keyword arguments.
 
-    `--dtype float32` becomes `dtype="float32"`, and `probe.tau=0.3` becomes `tau=0.3`. Other keys
-    with dots are passed as a dictionary, such as `**{"dataset.num_val": 4}`. Complete `ssl-bench`
-    commands are not converted.
+    `--dtype float32` becomes `dtype="float32"`, and `probe.tau=0.3` becomes `tau=0.3`. All other
+    keys that contain a dot become a dictionary, such as `**{"dataset.num_val": 4}`. Complete
+    `ssl-bench` commands are not converted.
 
     Args:
         words: Words of the hint.
-        names: Argument names for some flags and keys, such as {"--checkpoint": "encoder"}. Other
-            names are derived from the flag or key.
+        names: Argument names for some flags and keys, such as {"--checkpoint": "encoder"}. All
+            other argument names are derived from the flag or key.
     """
     if words[0] == "ssl-bench":
         return format_command(words)

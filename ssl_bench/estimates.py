@@ -12,9 +12,7 @@ from ssl_bench.sweep import Job
 
 
 class EarlierRun(NamedTuple):
-    """An earlier run of a job's encoder and probe, on some of the job's images.
-
-    A job is the evaluation of one encoder with one probe on one dataset.
+    """Earlier evaluation of a job's encoder with the job's probe, on some of the job's images.
 
     Attributes:
         ids: Ids of the scored images.
@@ -34,8 +32,8 @@ class EarlierRun(NamedTuple):
 def estimate_seconds(jobs: Sequence[Job], store: ResultStore) -> list[float | None]:
     """Estimate the wall-clock time of jobs from stored results on some of their images.
 
-    A job evaluates one encoder with one probe on one dataset. To get results on some of its images,
-    run the same command with `--limit 12`, for example. The time is extrapolated linearly to all
+    A job evaluates one encoder with one probe on one dataset. To get results for an estimate, run
+    the same command with `--limit 12`, for example. The time is extrapolated linearly to all
     images. Only results of the most recently used device are used.
 
     Args:
@@ -43,8 +41,8 @@ def estimate_seconds(jobs: Sequence[Job], store: ResultStore) -> list[float | No
         store: The results folder.
 
     Returns:
-        Seconds for each job. A job without pending results takes 0 s. If there are no earlier
-        results, the value is None.
+        Seconds for each job. A job without pending results takes 0 s. The time is None if there are
+        no earlier results.
     """
     records = _load_records([job for job in jobs if job.pending], store)
     return [
@@ -56,7 +54,7 @@ def estimate_seconds(jobs: Sequence[Job], store: ResultStore) -> list[float | No
 def _estimate_from_runs(job: Job, runs: Sequence[EarlierRun]) -> float | None:
     """Estimate the seconds of a job from earlier runs, which are ordered by time.
 
-    Images whose stored results the probe reuses (`Probe.reuses_results`) take no time.
+    Images take no time if the probe reuses their stored results (`Probe.reuses_results`).
     """
     seconds, copied = dict[int, float](), frozenset[str]()
     for run in runs:
@@ -71,10 +69,10 @@ def _estimate_from_runs(job: Job, runs: Sequence[EarlierRun]) -> float | None:
 def extrapolate(seconds: Mapping[int, float], num_images: int) -> float:
     """Estimate the time for a number of images.
 
-    With one measurement, assume that the time is proportional to the number of images. With
-    several, fit a line that includes a constant start-up time. If the fitted time does not grow
-    with the number of images, return the time that was measured for the most images. The estimate
-    is never negative.
+    With one measurement, assume that the time is proportional to the number of images. With several
+    measurements, fit a line that includes a constant start-up time. If the fitted time does not
+    grow with the number of images, return the time that was measured for the most images. The
+    estimate is never negative.
 
     Args:
         seconds: Measured seconds by number of images.
@@ -89,7 +87,7 @@ def extrapolate(seconds: Mapping[int, float], num_images: int) -> float:
 
 
 def _load_records(jobs: Sequence[Job], store: ResultStore) -> list[Record]:
-    """Load the readable records (stored results) of the encoders and tasks of jobs."""
+    """Load the readable records (stored results) for the encoders and tasks of the given jobs."""
     encoders = {encoder_id(job.encoder.identity()) for job in jobs}
     folders = {f"/records/{job.planned.probe.task}/" for job in jobs}
     try:

@@ -85,13 +85,13 @@ Progress = Callable[..., Iterable[Any]]
 class FeatureCache(UserDict[Any, Any]):
     """Cache of features of the current encoder and images, shared by consecutive probes.
 
-    Call `evict_unusable` before each probe to free memory. The key of an entry must contain every
-    setting that affects its features, such as the precision.
+    Call `evict_unusable` before each probe to free memory. The key of a cache entry must contain
+    every setting that affects the cached features, such as the precision.
 
     Attributes:
         started_files: Files with intermediate results that earlier probes of this command have
-            created. Later probes add to them. If `overwrite` is set, all other such files are
-            deleted, because they come from earlier commands.
+            created. Later probes add results to these files. If `overwrite` is set, files with
+            intermediate results of earlier commands are deleted.
     """
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ class FeatureCache(UserDict[Any, Any]):
         """Drop cached features that the next probe cannot use, to free memory.
 
         If the encoder, the role or the images change, all features are dropped. If only the
-        corruption changes, features that the previous corruption did not use are dropped. Features
-        of training images are kept, because training images are never corrupted.
+        corruption changes, all features that were not used with the previous corruption are
+        dropped. Features of training images are kept, because training images are never corrupted.
 
         Args:
             encoder: Encoder of the next probe.
@@ -141,7 +141,7 @@ class ProbeContext:
 
     Attributes:
         encoder: The frozen encoder.
-        dataset: The dataset. It must have the annotations that `Probe.role` requires.
+        dataset: The dataset, with the annotations that `Probe.role` requires.
         layers: Block indices to score, 0-based.
         device: Device of the computation.
         dtype: Precision of the encoder's forward pass.
@@ -150,11 +150,11 @@ class ProbeContext:
         progress: Function that wraps an iterable to show progress.
         overwrite: Whether to ignore results and files of earlier runs.
         say: Function that prints a message for the user. Messages are not stored in records.
-        known: Records of the requested results that are already stored. `Probe.run` need not yield
-            their scores again.
+        known: Stored records of requested results, whose scores `Probe.run` need not yield again.
         features: Cache of features that earlier probes computed with this encoder.
-        shared: Features of images that several probes of the command encode in the same way. The
-            method `extractor` reads and extends them. None if no other probe encodes these images.
+        shared: Features of images that several probes of the command encode in the same way, or
+            None if no other probe encodes the same images. The method `extractor` reads these
+            features and adds new ones.
         later: Probes that run next on the same blocks, each with the folder for its figures.
             `Probe.run` may also compute the encoder outputs that these probes need, to save forward
             passes.
@@ -211,17 +211,18 @@ class Score:
         facet: Kind of feature of the block, such as "token" or "cls".
         metric: Name of the metric.
         value: The score, in percent if `unit` is "%".
-        ci95: 95 % confidence interval (low, high). None if it cannot be computed.
+        ci95: 95 % confidence interval (low, high), or None if it cannot be computed.
         num_images: Number of scored images.
         details: Further values to store with the score. If `value` is NaN, the entry "undefined"
             states the reason, and tables print it.
         per_image: Values of each image from which `value` can be recomputed, such as whether its
             box is correct. The order of the images must be the same for all blocks, facets and
-            encoders. The values are only stored if `unit` is "%".
+            encoders. Per-image values are only stored if `unit` is "%".
         unit: "%", or an empty string if the value is not a percentage.
-        per_image_kind: How `value` is computed from `per_image`, such as "hits" or "mean_iou". It
-            may be None if `per_image` has one number for each image. Booleans and integers are then
-            hits (1) and misses (0), and floats are percentages whose mean is `value`.
+        per_image_kind: How `value` is computed from `per_image`, such as "hits" or "mean_iou". The
+            kind may be None if `per_image` has one number for each image. Without a kind, booleans
+            and integers are hits (1) and misses (0), and floats are percentages whose mean is
+            `value`.
     """
 
     layer: int
@@ -251,32 +252,34 @@ class Probe:
 
     Attributes:
         task: Name of the probe on the command line.
-        role: What the probe needs from a dataset, such as "segmentation" for class masks. It is a
-            key of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
+        role: What the probe needs from a dataset, such as "segmentation" for class masks.
+            `ssl_bench.data.samples.ROLE_ANNOTATIONS` lists all roles.
         protocol: Name of the preset, which sets the defaults of other fields.
-        facet: Facets (kinds of features) to score: one name such as "token", or several. None if
-            the probe has no facets.
+        facet: Facets (kinds of features) to score: one name such as "token", several names, or None
+            if the probe has no facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
-        image_size: Side in pixels of the square images that the encoder receives. None for the
-            encoder's native size. A probe whose images are not such squares overrides `resize`.
+        image_size: Side in pixels of the square images that the encoder receives. By default
+            (None), squares have the encoder's native size. Probes with other image shapes override
+            `resize`.
         has_per_image_values: Whether each score contains the values of single images, in
             `Score.per_image`.
         shares_features: Whether this probe resizes and encodes images in the same way as other
-            probes of its role. If so, one command encodes each image only once for all of them.
+            probes of its role. A command encodes each image only once for all such probes.
         reuses_results: Whether this probe reuses stored results of single images, even if they come
             from an earlier run on another set of images.
-        excluded_from_timing: Settings that hardly affect the time of a run. Runs that differ in
-            them are used to estimate the time of each other.
-        metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores have
-            no `per_image`.
+        excluded_from_timing: Settings that hardly affect the time of a run. Runs with other values
+            of these settings are also used to estimate the time of a run.
+        metrics_of_sets: Metrics that are defined only for a whole set of images, so that their
+            scores have no `per_image`.
         secondary_protocols: Secondary protocols (presets), which `--task all` runs in addition.
         is_slow: Whether the probe is slow. `--task all` runs slow probes last.
-        excluded_from_identity: Fields that are not part of the settings that identify a result.
-            Such fields do not affect results, or a record stores them in another column. To exclude
-            one more field, write `(*Probe.excluded_from_identity, "batch_size")`. If you add a
-            field to a probe and do not exclude it, finished results are computed again.
+        excluded_from_identity: Fields that are not part of the settings that identify a result. An
+            excluded field does not affect results, or a record has its own column for this field.
+            To exclude one more field, write `(*Probe.excluded_from_identity, "batch_size")`. If you
+            add a field to a probe and do not exclude it, finished results are computed again.
         metric_version: Version of the metric's code, an integer literal in the class body. Increase
-            it if a change of the code changes scores. Results of lower versions are then outdated.
+            the version after a change of the code that changes scores. Results of lower versions
+            are outdated.
     """
 
     task: str
@@ -316,11 +319,11 @@ class Probe:
     def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
         """Return settings that replace the probe's defaults on a dataset.
 
-        Settings of the user take precedence over them.
+        Settings of the user take precedence over the returned settings.
 
         Args:
-            roles: What the dataset can be used for, such as ("segmentation", "images"). They are
-                keys of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
+            roles: What the dataset can be used for, such as ("segmentation", "images").
+                `ssl_bench.data.samples.ROLE_ANNOTATIONS` lists all uses.
         """
         del roles
         return {}
@@ -367,12 +370,11 @@ class Probe:
     def adapt_to_dataset(self, dataset: Dataset, chosen_fields: Collection[str]) -> "Probe":
         """Return a copy of the probe whose default settings are adapted to the dataset.
 
-        By default, the probe is returned unchanged.
+        The default implementation returns the probe unchanged.
 
         Args:
             dataset: Dataset that the probe runs on.
-            chosen_fields: Names of the fields that the user set. A subclass must not change these
-                fields.
+            chosen_fields: Names of the fields that the user set, which a subclass must not change.
         """
         del dataset, chosen_fields
         return self
@@ -385,8 +387,8 @@ class Probe:
     def with_native_size(self, native_size: tuple[int, int]) -> Any:
         """Return a copy of the probe with settings for the encoder's native image size.
 
-        This method is only called if the encoder accepts several image sizes. By default, it
-        returns the probe unchanged.
+        This method is only called if the encoder accepts several image sizes. The default
+        implementation returns the probe unchanged.
 
         Args:
             native_size: Native height and width in pixels.
@@ -406,9 +408,9 @@ class Probe:
     def can_precompute_for(self, other: "Probe") -> bool:
         """Return whether this probe can also compute the encoder outputs that another probe needs.
 
-        If so, and if both probes run on the same blocks, the other probe is listed in
-        `ProbeContext.later`. The method `run` may then compute these outputs, to save forward
-        passes.
+        If the result is True and both probes run on the same blocks, `ProbeContext.later` contains
+        the other probe. To save forward passes, `run` may also compute the outputs for the probes
+        in `ProbeContext.later`.
 
         Args:
             other: A probe that the same command runs after this one.
@@ -449,8 +451,8 @@ class Probe:
 def display_name(probe: Probe) -> str:
     """Return the name of a probe for messages, such as "tokencut" or "tokencut, adaptive".
 
-    The second word is the name of the protocol, a preset of settings. It is left out unless the
-    protocol is a secondary one, which `--task all` runs in addition.
+    The name of the protocol (a preset of settings), such as "adaptive", is only added for protocols
+    that `--task all` runs in addition to the default protocol.
     """
     is_secondary = probe.protocol in probe.secondary_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
@@ -463,8 +465,8 @@ class Evaluation:
     Attributes:
         probe: The probe, adapted to the encoder and the dataset by `PlannedProbe.adapt_to`.
         allow_overlap: Whether scored images may also be training images.
-        changed: Settings that differ from the probe's protocol, a preset of settings. They are
-            stored in the records. If None, they are derived from `probe`.
+        changed: Settings that differ from the probe's protocol (a preset of settings), or None to
+            derive them from `probe`. Records store these settings.
         encoder, dataset, layers, seed, device, dtype: The frozen encoder, the dataset, the 0-based
             block indices, the random seed, the device, and the precision of the forward pass.
     """
@@ -495,9 +497,10 @@ class Evaluation:
             store: Results folder with finished results, to which new results are added.
             say: Function that prints a message for the user.
             overwrite: Compute finished results again.
-            features: Cache of features. The run reads from the cache and adds new features to it.
-            keep_features: Whether a later probe encodes the same images in the same way. If so, the
-                features of these images are kept in the cache, if there is enough memory.
+            features: Cache from which the run reads features, and to which the run adds new
+                features.
+            keep_features: Whether to keep the features for a later probe that encodes the same
+                images in the same way, if there is enough memory.
             later_probes: Probes that run next on the same dataset and can use encoder outputs of
                 this run.
 
@@ -592,8 +595,9 @@ class Evaluation:
     ) -> SharedFeatures | None:
         """Return the image features that this probe shares with other probes of the command.
 
-        They are created in `features` if needed. The result is None if the probe shares no
-        features, if the images are corrupted, or if no earlier or later probe uses the features.
+        The shared features are created in `features` if needed. The result is None if the probe
+        shares no features, if the images are corrupted, or if no earlier or later probe uses the
+        features.
 
         Args:
             features: Cache that contains the shared features.
@@ -696,8 +700,7 @@ class WorkPlan:
     """The missing results and the stored results of a probe.
 
     Attributes:
-        pending: Keys that identify the missing results. A result also counts as missing if its
-            record lacks the per-image values that the probe should store.
+        pending: Keys that identify the missing results.
         layers: Block indices with missing results or missing figures, in the requested order.
         finished: Records of all results that are not missing, by key.
     """
@@ -756,7 +759,7 @@ def _list_figures(
 ) -> dict[str, tuple[int, ...]]:
     """Return the path of each figure of a probe, with the layers that the figure shows.
 
-    `keys` identifies the requested results. Each key contains a layer.
+    `keys` identifies the requested results.
     """
     stages: dict[int | None, list[ResultKey]] = {}
     for key in keys:
@@ -828,15 +831,16 @@ def result_settings(
 ) -> dict[str, Any]:
     """Return the settings that affect all results of a probe, as JSON types.
 
-    They include entries that identify the training images, the corruption and the unreadable
-    images. Call this function only once, because it reads all training images to compute a digest.
+    The settings include entries that identify the training images, the corruption and the
+    unreadable images. Call this function only once, because it reads all training images to compute
+    a digest.
 
     Args:
         probe: The probe.
         dataset: The dataset.
         dtype: Precision of the encoder, a torch dtype or its name.
-        allow_overlap: Whether scored images may also be training images. If not, such images raise
-            a DataError.
+        allow_overlap: Whether scored images may also be training images. If False, a scored image
+            that is also a training image raises a DataError.
     """
     training, scored = probe.training_images(dataset), probe.scored_images(dataset)
     corrupted, unreadable = corruption_settings(scored), unreadable_ids(dataset)
@@ -867,9 +871,10 @@ def adapt_image_size(
 ) -> Any:
     """Return a copy of a probe with an image size that the encoder accepts.
 
-    If the encoder accepts only one size, the probe uses this size. Otherwise, an `image_size` that
-    the user set must be a multiple of the patch size. A default `image_size` is rounded to the
-    nearest multiple. It is not rounded if the probe's rule `resize` rounds image sizes itself.
+    If the encoder accepts only one size, the probe uses this size. If the encoder accepts several
+    sizes, an `image_size` that the user set must be a multiple of the patch size. A default
+    `image_size` is rounded to the nearest multiple, unless the probe's rule `resize` rounds image
+    sizes itself.
 
     Args:
         probe: The probe.
@@ -931,9 +936,10 @@ def _set_only_size(
 def position_details(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
     """Return an entry for `Record.details` that states how position embeddings are resized.
 
-    Its key is "positions". The result is empty if the encoder resizes no embeddings, for example
-    because all images have its native size. If images keep their aspect ratio, the embeddings
-    always count as resized, because such images rarely have the native size.
+    The key of the entry is "positions". The result is empty if the encoder resizes no position
+    embeddings, for example because all images have the native size. The embeddings always count as
+    resized for images that keep their aspect ratio, because such images rarely have the native
+    size.
     """
     resize = probe.resize
     side = resize.square_side(encoder.native_size, encoder.stride(layer))

@@ -1,6 +1,6 @@
 """Extract features of the blocks of a frozen encoder.
 
-All probes use `FeatureExtractor`. This file also contains image transforms of several probes.
+All probes use `FeatureExtractor`.
 """
 
 import difflib
@@ -56,7 +56,7 @@ class FeatureExtractor:
     """Extractor of features from several blocks of a frozen encoder, in one forward pass.
 
     Args:
-        encoder: The encoder. It is moved to `device`.
+        encoder: The encoder, which is moved to `device`.
         layers: Block indices, 0-based.
         facets: Features of a block to extract:
 
@@ -76,14 +76,15 @@ class FeatureExtractor:
             features are always float32. Features that are not finite in float16 are computed again
             in float32.
         pad: Whether to pad normalised images with zeros to a multiple of the patch size, on the
-            right and at the bottom, as TokenCut does. If False, other image sizes raise an error.
+            right and at the bottom, as TokenCut does. If `pad` is False, images of other sizes
+            raise an error.
 
     Attributes:
-        encoder, layers, facets, device, dtype, pad: The arguments. Duplicate layers and facets are
-            removed.
-        patch_size: Distance between neighbouring tokens in pixels (stride). If it differs between
-            the layers, as in hierarchical encoders, this is the largest distance.
-            `Encoder.group_by_shape` groups layers with the same stride and width.
+        encoder, layers, facets, device, dtype, pad: The arguments, without duplicate layers and
+            facets.
+        patch_size: Distance between neighbouring tokens in pixels (stride), or the largest stride
+            if the layers of a hierarchical encoder differ. `Encoder.group_by_shape` groups layers
+            with the same stride and width.
         dim: Feature width of the deepest layer.
         depth: Number of blocks of the encoder.
     """
@@ -183,9 +184,9 @@ class FeatureExtractor:
         """Extract features and their sums, without checking that the features are finite.
 
         A sum is finite only if all features in it are finite. To check the features, copy the sums
-        to the CPU and pass them to `require_finite`. If you copy them together with other data, the
-        CPU waits for the GPU only once. With float16, it waits once more, because the extractor
-        checks whether the range of float16 is large enough.
+        to the CPU and pass them to `require_finite`. If you copy the sums together with other data,
+        the CPU waits for the GPU only once. With float16, the CPU waits once more, to check whether
+        the range of float16 is large enough.
 
         If memory runs out, the batch size is halved for this call and all later calls. If an image
         has features that are not finite in float16, they are computed again in float32.
@@ -213,8 +214,8 @@ class FeatureExtractor:
 
         `features` and `sums` are results of `extract_in_one_precision`, which are modified in
         place. If the sum of an image's features in a layer is not finite, these features are
-        replaced. The features of all other layers are kept, so they do not depend on which layers
-        are extracted.
+        replaced. The features of all other layers are kept, so the features of a layer do not
+        depend on which other layers are extracted.
         """
         chosen = (~sums.isfinite()).any(0).nonzero().flatten()
         exact, exact_sums = self.extract_in_one_precision(
@@ -248,8 +249,9 @@ class FeatureExtractor:
             dtype: Precision of the forward pass (default: the precision of the extractor).
 
         Returns:
-            The features by layer and facet (kind of feature), which may not be finite. Also their
-            sums, with one row for each pair of a layer and a facet, and one column for each image.
+            The features by layer and facet (kind of feature), which may not be finite, and their
+            sums. The sums have one row for each pair of a layer and a facet, and one column for
+            each image.
         """
         dtype = dtype or self.dtype
         while True:
@@ -333,7 +335,7 @@ class FeatureExtractor:
             layer = self.layers[index // len(self.facets)]
             raise CheckpointError(
                 f"block {layer} of {self.encoder.name} has NaN or infinite features for {name}: "
-                f"training diverged{', or the encoder needs another precision' if hint else ''}",
+                f"training diverged{' or the encoder needs another precision' if hint else ''}",
                 hint=hint,
             )
 
@@ -425,7 +427,7 @@ class FeatureExtractor:
         if output.shape[:2] != (batch, tokens):
             raise UnsupportedEncoderError(
                 f"block {layer} of {self.encoder.name} computes queries, keys and values in "
-                "windows or before pooling, expected them for every token that the block returns",
+                "windows or before pooling, expected one of each for every output token",
                 hint=_TOKENS,
             )
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
@@ -539,8 +541,8 @@ class _HookPoint:
         layer: Index of the block.
         facet: Name of the facet.
         name: Name of the position in error messages, such as "blocks.3.mlp.fc1".
-        modules: One submodule of the block, or several alternatives. The facet is captured at the
-            alternative that is called first.
+        modules: Submodules of the block that can provide the facet. The facet is captured at the
+            first submodule that the forward pass calls.
         side: Whether the input or the output of the submodule is captured.
     """
 
@@ -594,7 +596,8 @@ def _find_modules(
 
     Returns:
         The submodules, and whether to capture their input or their output. There are no submodules
-        if the block does not have the facet. If there are several, the one called first is used.
+        if the block does not have the facet. If there are several submodules, the first one that is
+        called is used.
     """
     if _SUBLAYER[facet] not in parts:
         return (), "output"
@@ -620,8 +623,8 @@ def _find_layouts(
 ) -> list[Layout]:
     """Return the layouts that the shape of a feature tensor allows, such as "channels_last".
 
-    The shape may allow two layouts, for example if 8 x 8 patches have 8 channels. It allows at most
-    one layout if the numbers of rows and columns of patches differ. `grid` contains these numbers.
+    The shape may allow two layouts, for example if 8 x 8 patches have 8 channels. At most one
+    layout is possible if the numbers of rows and columns of patches (`grid`) differ.
     `num_prefix_tokens` is the number of tokens before the patch tokens, such as [CLS] and
     registers.
     """
@@ -641,8 +644,8 @@ class Resize:
 
     Attributes:
         side: Side of square images in pixels, or the longer side of images that keep their aspect
-            ratio. If it is None, square images have the encoder's native size. Other images then
-            keep their size, unless their longer side exceeds `max_side`.
+            ratio. If `side` is None, square images have the encoder's native size, and other images
+            keep their size unless their longer side exceeds `max_side`.
         keep_aspect_ratio: Whether images keep their aspect ratio, instead of becoming squares.
         max_side: Maximum length of the longer side in pixels if `side` is None. Larger images are
             reduced to this length.
@@ -657,11 +660,12 @@ class Resize:
     def square_side(self, native_size: tuple[int, int], patch_size: int = 1) -> int:
         """Return the side in pixels of the square images that this rule produces.
 
-        If the attribute `side` is None, it is the smaller of the encoder's native height and width.
+        If the attribute `side` is None, use the smaller of the encoder's native height and width.
 
         Args:
             native_size: Native height and width of the encoder in pixels.
-            patch_size: The side is rounded to a multiple of it if `round_to_patch` is true.
+            patch_size: If `round_to_patch` is true, the side is rounded to a multiple of
+                `patch_size`.
         """
         return self._round(self.side or min(native_size), patch_size)
 
@@ -674,7 +678,8 @@ class Resize:
         Args:
             height: Height of the image in pixels.
             width: Width of the image in pixels.
-            patch_size: Both sides are rounded to multiples of it if `round_to_patch` is true.
+            patch_size: If `round_to_patch` is true, both sides are rounded to multiples of
+                `patch_size`.
         """
         longer = max(height, width)
         side = self.side or min(longer, self.max_side or longer)

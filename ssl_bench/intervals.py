@@ -20,12 +20,12 @@ _PerImage = Shaped[np.ndarray, "images *values"]
 _Score = Callable[[Shaped[np.ndarray, "..."]], Float64[np.ndarray, "*some"]]
 
 FEW_IMAGES = 60
-"""With fewer images, intervals of mean IoU may cover the true value in less than 90 % of cases."""
+"""Intervals of mean IoU from fewer images may cover the true value in less than 90 % of cases."""
 
 _TAIL = 0.025
 
 SIGNIFICANCE_LEVEL = 2 * _TAIL
-"""Significance level. If p is below this level, the 95 % interval of a difference excludes 0."""
+"""Significance level. Differences with a lower p-value have a 95 % interval that excludes 0."""
 
 _DRAWS, _DRAWS_AT_ONCE = 1000, 50
 # Score differences below this number of percentage points are rounding errors.
@@ -57,8 +57,8 @@ class Estimate(Protocol):
     def difference_p(self, other: Any) -> float:
         """Return the two-sided p-value of the difference `self` minus `other`.
 
-        It is the smallest significance level at which the confidence interval of the difference
-        excludes 0. It is NaN if the difference has no interval.
+        The p-value is the smallest significance level at which the confidence interval of the
+        difference excludes 0. The p-value is NaN if the difference has no interval.
         """
         ...
 
@@ -76,7 +76,7 @@ class Proportion:
     def ci95(self) -> Interval:
         """Return the exact 95 % confidence interval, in percent.
 
-        In at least 95 % of all samples of images, it contains the true percentage.
+        The interval contains the true percentage in at least 95 % of all samples of images.
 
         Source: Clopper and Pearson, Biometrika 26, 1934.
         """
@@ -110,8 +110,8 @@ class Proportion:
     def _difference(self, other: "Proportion") -> tuple[float, float]:
         """Return the difference of the proportions `self` minus `other`, and its standard error.
 
-        The adjusted Wald interval requires that two artificial images are added to the sample. One
-        is correct only for `self`, and the other is correct only for `other`.
+        The adjusted Wald interval requires that two artificial images are added to the sample. The
+        first artificial image is correct only for `self`, and the second only for `other`.
         """
         total = len(self.hits) + 2
         gained = (int((self.hits & ~other.hits).sum()) + 1) / total
@@ -129,8 +129,8 @@ class _StudentT:
     def difference_ci95(self: Any, other: Any) -> Interval | None:
         """Return the 95 % confidence interval of the difference `self` minus `other`.
 
-        Both scores must be computed on the same images. If both are biased in the same direction,
-        most of the bias cancels.
+        Both scores must be computed on the same images. If both scores are biased in the same
+        direction, most of the bias cancels in their difference.
         """
         difference = self._subtract(other)
         return _clip_interval(
@@ -203,10 +203,10 @@ class MeanIoU(Jackknife):
         """Return a 95 % confidence interval, widened by the bias correction.
 
         A class that occurs only in the predictions has an IoU of 0, but might have a higher IoU on
-        more images. The lower end is therefore computed from `value`, which includes such classes.
-        The upper end is computed from `over_true_classes`, which leaves them out. The interval
-        covers the mean IoU on infinitely many images, and also on other image sets of the same
-        size.
+        more images. The lower end of the interval is therefore computed from `value`, which
+        includes such predicted classes. The upper end is computed from `over_true_classes`, which
+        leaves out classes that occur only in the predictions. The interval covers the mean IoU on
+        infinitely many images, and also on other image sets of the same size.
         """
         low = self.value + min(self.correction, 0.0) - self.margin
         high = self.over_true_classes + max(self.correction, 0.0) + self.margin
@@ -218,7 +218,7 @@ class Bootstrap(_StudentT):
     """Bootstrap estimate of a score in percent.
 
     The bootstrap samples depend only on the number of images. Two scores of the same images
-    therefore use the same samples.
+    therefore use the same bootstrap samples.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
 
@@ -236,7 +236,8 @@ class Bootstrap(_StudentT):
     def margin(self) -> float:
         """Return half of the width of the 95 % interval, or NaN if there is no interval.
 
-        It is the standard error times a quantile of Student's t distribution.
+        Half of the interval's width is the standard error times a quantile of Student's t
+        distribution.
         """
         from scipy.special import stdtrit
 
@@ -249,8 +250,8 @@ class Bootstrap(_StudentT):
     def ci95(self) -> Interval | None:
         """Return a 95 % confidence interval that is symmetric on the logit scale.
 
-        It therefore never leaves the range from 0 to 100 %. The result is None for a score of 0 or
-        100 %, or if the interval cannot be computed.
+        The interval therefore never leaves the range from 0 to 100 %. The result is None for a
+        score of 0 or 100 %, or if the interval cannot be computed.
         """
         from scipy.special import expit, logit
 
@@ -269,14 +270,15 @@ class Bootstrap(_StudentT):
 def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
     """Return the bootstrap estimate of a score that is computed from counts, such as AP.
 
-    Use it instead of `Jackknife` if the score is not a smooth function of the counts of each image.
+    Use this function instead of `Jackknife` if the score is not a smooth function of the counts of
+    each image.
 
     Args:
         per_image: Counts of each image, such as its numbers of correct boxes, with images as the
             first axis.
-        score: Function that computes the score in percent from counts summed over images. If its
-            argument has an additional first axis of bootstrap samples, it must return one score for
-            each sample.
+        score: Function that computes the score in percent from counts summed over images. If the
+            summed counts have an additional first axis of bootstrap samples, the function must
+            return one score for each sample.
     """
     images, generator = len(per_image), np.random.default_rng(0)
     counts, sample_scores = per_image.reshape(images, -1).astype(np.float64), []
@@ -326,9 +328,9 @@ def mean_estimate(values: Float[np.ndarray, " images"]) -> Jackknife:
 
 
 def few_images_warning(num_images: int) -> list[str]:
-    """Return a list with a warning if intervals of mean IoU are unreliable for so few images.
+    """Return a list with a warning if `num_images` is too small for reliable intervals of mean IoU.
 
-    If there are enough images, the list is empty.
+    The list is empty if `num_images` is large enough.
     """
     if num_images >= FEW_IMAGES:
         return []
@@ -339,8 +341,8 @@ def few_images_warning(num_images: int) -> list[str]:
 def interval_contains(ci95: Interval | None, value: float) -> bool:
     """Return whether a value lies in its confidence interval, up to rounding errors.
 
-    If there is no interval (None), the result is True. An end that is NaN is not checked. The
-    result is False if the low end of the interval exceeds its high end.
+    If there is no interval (None), the result is True. An end of the interval that is NaN is not
+    checked. The result is False if the low end of the interval exceeds its high end.
     """
     if ci95 is None:
         return True
@@ -368,5 +370,5 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def _clip_interval(low: float, high: float, *, least: float) -> Interval | None:
-    """Clip an interval to [least, 100]. Return None if an end is NaN."""
+    """Clip an interval to [least, 100]. Return None if an end of the interval is NaN."""
     return None if np.isnan(low + high) else (max(low, least), min(high, 100.0))

@@ -9,7 +9,8 @@ from ssl_bench.errors import ConfigurationError
 Facet = str
 """Name of a facet, which is a kind of feature of a block.
 
-It is an item of `FACETS`, the facet `REGISTERS`, or a submodule such as "blocks.*.mlp.fc1".
+Every facet is an item of `FACETS`, the facet `REGISTERS`, or a submodule such as
+"blocks.*.mlp.fc1".
 """
 
 INNER_FACETS: tuple[Facet, ...] = ("attn_out", "attn_skip", "mlp_hidden", "mlp_out")
@@ -20,7 +21,7 @@ FACETS: tuple[Facet, ...] = (
 )
 """Facets (kinds of features) except submodules and registers. `FeatureExtractor` explains them."""
 REGISTERS: Facet = "registers"
-"""Kind of feature for register tokens. `FACETS` lacks it, because only a few encoders have them."""
+"""Facet for register tokens. `FACETS` lacks this facet, because few encoders have such tokens."""
 
 _SUBMODULE = re.compile(r"blocks\.(\*|0|[1-9][0-9]{0,5})\.(\w+(?:\.\w+)*)")
 _EVERY_BLOCK = "blocks.*."
@@ -32,10 +33,10 @@ class FacetSpec:
     """The facets (kinds of features) that a probe scores.
 
     Attributes:
-        names: Facet names as stored in records. The name of a submodule has * instead of the block
-            index, as in "blocks.*.mlp.fc1", because the record has its own field for the block.
-        block: Block index in the name of a submodule, such as 7 in "blocks.7.mlp.fc1". None if the
-            user stated no block index.
+        names: Facet names as stored in records. Names of submodules have * instead of the block
+            index, as in "blocks.*.mlp.fc1", because records have a separate field for the block.
+        block: Block index in the name of a submodule, such as 7 in "blocks.7.mlp.fc1", or None if
+            the user stated no block index.
     """
 
     names: tuple[Facet, ...]
@@ -48,8 +49,8 @@ def parse_facets(
     """Parse one or several names of facets (kinds of features).
 
     A name can also be a submodule, whose output is the feature. "blocks.7.mlp.fc1" is a submodule
-    of block 7, and "blocks.*.mlp.fc1" is this submodule in every block. Several submodules must all
-    state the same block, or all must have *.
+    of block 7, and "blocks.*.mlp.fc1" is this submodule in every block. The names of several
+    submodules must all contain the same block index, or all must contain *.
 
     Args:
         facet: One or several names from the user.
@@ -74,8 +75,8 @@ def parse_facets(
     blocks = sorted({match[1] for match in submodules})
     if len(blocks) > 1:
         raise ConfigurationError(
-            f"{key} must name submodules of one block or of every block (*), "
-            f"got blocks {', '.join(blocks)}"
+            f"{key} must have the same block index, or * for every block, in all submodules, "
+            f"got {', '.join(blocks)}"
         )
     names = [name for name in known if name in requested]
     names += dict.fromkeys(_EVERY_BLOCK + match[2] for match in submodules)
@@ -85,7 +86,7 @@ def parse_facets(
 def submodule_name(facet: Facet) -> str | None:
     """Return the submodule in the name of a facet: "mlp.fc1" for "blocks.*.mlp.fc1".
 
-    A facet is a kind of feature. For all other facets, such as "token", return None.
+    A facet is a kind of feature. Return None for a facet that is not a submodule, such as "token".
     """
     return facet.removeprefix(_EVERY_BLOCK) if facet.startswith(_EVERY_BLOCK) else None
 
@@ -148,8 +149,8 @@ def parse_layer_numbers(layers: str | int | Sequence[int], depth: int = 0) -> li
 
     Args:
         layers: A selection such as "0,5,11", "0-3", 11 or [0, 11], but not "all".
-        depth: Number of blocks of the encoder. It is only used for ranges with one negative end,
-            such as 4..-1 (block 4 to the last block).
+        depth: Number of blocks of the encoder. This number is only used for ranges with one
+            negative end, such as 4..-1 (block 4 to the last block).
     """
     if isinstance(layers, int):
         return [layers]

@@ -1,6 +1,6 @@
 """Find exact nearest neighbours of unit vectors, and classify images by a weighted k-NN vote.
 
-The search uses faiss or a matrix product. Both find the same neighbours.
+The search uses faiss or a matrix product, which find the same neighbours.
 """
 
 import importlib
@@ -75,14 +75,14 @@ def knn_ranks(
         num_classes: Number of classes.
         neighbours: Numbers of neighbours k, at most the number of training images.
         temperature: A smaller value gives the nearest images more weight.
-        engine: Library of the neighbour search. It does not change the ranks.
+        engine: Library of the neighbour search, which does not affect the ranks.
 
     Returns:
         The ranks, with one row for each k and one column for each query.
 
     Source: `knn_classifier` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
-    In that code, tied classes and classes without votes are in arbitrary order.
+    In the code of DINO, tied classes and classes without votes are in arbitrary order.
     """
     database, by_part = unit_vectors(train.features.float()), []
     for start in range(0, len(queries.labels), _VOTE_QUERIES):
@@ -103,8 +103,9 @@ def unit_vectors(vectors: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some di
     """Return vectors divided by their L2 norms. Zero vectors stay zero.
 
     Each vector is first divided by a power of two near its largest entry, which causes no rounding
-    error. Without this step, the squares of entries below 2^-63 or above 2^63 would leave the range
-    of float32. Also, `F.normalize` would divide very short vectors by 1e-12 instead of their norm.
+    error. Without this division, the squares of entries below 2^-63 or above 2^63 would leave the
+    range of float32. The function `F.normalize` would divide very short vectors by 1e-12 instead of
+    their norm.
     """
     largest = vectors.abs().amax(-1, keepdim=True)
     return F.normalize(vectors / floor_to_power_of_two(largest), dim=-1)
@@ -129,8 +130,6 @@ def vote_rank(
     num_classes: int,
 ) -> Int64[Tensor, " queries"]:
     """Return the rank of the true class in a weighted vote, or `num_classes` if it has no votes.
-
-    The class with the largest sum of votes has rank 0.
 
     Args:
         votes: Weight of each vote.
@@ -159,10 +158,10 @@ def nearest_vectors(
 
     Args:
         queries: Unit vectors in float32.
-        database: Unit vectors in float32 to search. There must be at least `k` of them.
+        database: At least `k` unit vectors in float32 to search.
         k: Number of neighbours of each query.
-        engine: "faiss", "torch" for a matrix product, or "auto" for the engine that was faster in
-            measurements with such numbers of vectors.
+        engine: "faiss", "torch" for a matrix product, or "auto" for the engine that is probably
+            faster, according to measurements with similar numbers of vectors.
 
     Raises:
         MachineError: The vectors are on a GPU, the engine is "faiss", and faiss has no GPU kernels.
@@ -185,8 +184,8 @@ def faiss_nearest(
 ) -> tuple[Float[Tensor, "queries {k}"], Int64[Tensor, "queries {k}"]]:
     """Find the nearest vectors with faiss. Return similarities and indices, nearest first.
 
-    The similarity is the inner product. Equally near vectors have an arbitrary order. Contiguous
-    tensors are not copied.
+    The similarity is the inner product. Vectors with equal similarities have an arbitrary order.
+    Contiguous tensors are not copied.
 
     Args:
         queries: Vectors in float32 whose neighbours are searched.
@@ -246,7 +245,7 @@ def _should_use_faiss(queries: Tensor, database: Tensor, k: int, engine: Engine)
     """Return whether to search with faiss instead of a matrix product.
 
     faiss is not used if it cannot run, or if its neighbours could differ from those of a matrix
-    product. With the engine "auto", it is only used if it is also faster.
+    product. With the engine "auto", faiss is only used if it is also faster.
     """
     on_gpu, candidates = database.device.type != "cpu", k + _EXTRA_CANDIDATES
     if candidates >= len(database) or (on_gpu and candidates > _FAISS_MAX_ON_GPU):

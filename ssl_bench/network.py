@@ -27,7 +27,7 @@ _CHUNK_BYTES = 2**18
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Environment variables of huggingface_hub that forbid internet access.
 
-If one of them is set, ssl-bench requests nothing from any host."""
+If one of these variables is set, ssl-bench requests nothing from any host."""
 
 
 class DownloadError(MachineError):
@@ -61,20 +61,20 @@ Check = Callable[[Path], object]
 def download(published: PublishedFile, path: Path, check: Check | None = None) -> Path:
     """Download a published file unless it already exists, and return its path.
 
-    The bytes are written to `path` + ".part". This file is verified and then renamed to `path`. A
-    file that already exists at `path` is also verified. An interrupted download is continued if a
-    digest is published, and otherwise starts again. If several processes request the same file, one
-    process downloads it while all others wait.
+    The bytes are written to `path` + ".part". The complete file is verified and then renamed to
+    `path`. A file that already exists at `path` is also verified. An interrupted download is
+    continued if a digest is published, and otherwise starts again. If several processes request the
+    same file, one process downloads it while all others wait.
 
     Args:
         published: Address of the file, and its digest if one is published.
         path: Path to write the file to.
-        check: Function that verifies a file if no digest is published. It raises DataError if the
+        check: Function that verifies a file without a published digest, and raises DataError if the
             content is wrong.
 
     Raises:
         DownloadError: The server is unreachable, the transfer was interrupted, or the received file
-            is wrong. In these cases, no file is left at `path`.
+            is wrong. After a DownloadError, there is no file at `path`.
         MachineError: The file cannot be written.
         DataError: The file that exists at `path` is not the published file.
     """
@@ -180,12 +180,12 @@ def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
     """Download the bytes that an incomplete file lacks, and append them to the file.
 
     The file is emptied and downloaded from the start if it is longer than the published file, or if
-    the server cannot send a part of the file. The same happens if no digest is published, because
-    the joined parts could not be verified.
+    the server cannot send a part of the file. A file without a published digest is also downloaded
+    from the start, because the joined parts could not be verified.
 
     Raises:
-        DownloadError: The server is unreachable or sends something else, or the download stops too
-            early. The received bytes are kept, unless the server rejects the requested range.
+        DownloadError: The server is unreachable or does not send the file, or the download stops
+            too early. The received bytes are kept, unless the server rejects the requested range.
     """
     start = file.seek(0, os.SEEK_END)
     if start and start == published.size:

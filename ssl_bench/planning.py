@@ -105,7 +105,7 @@ class PlannedProbe:
     def adapt_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
         """Return a copy of the probe that is adapted to the encoder and the dataset.
 
-        For example, its image size becomes a multiple of the patch size, and facets (kinds of
+        For example, the image size becomes a multiple of the patch size, and facets (kinds of
         features) that the encoder lacks are replaced. Fields that the user set are not changed.
 
         Raises:
@@ -125,12 +125,12 @@ class PlannedProbe:
     ) -> list[Probe]:
         """Return the later probes that can reuse encoder outputs of this probe.
 
-        They have the same dataset, precision and seed as this probe, and `Probe.can_precompute_for`
-        of this probe returns True for them.
+        The returned probes have the same dataset, precision and seed as this probe, and
+        `can_precompute_for` of this probe returns True for each of them.
 
         Args:
             later_probes: Planned probes that run after this one.
-            encoder: The encoder. The returned probes are adapted to it.
+            encoder: The encoder, to which the returned probes are adapted.
         """
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
         for other in later_probes:
@@ -144,7 +144,7 @@ class PlannedProbe:
     def shares_features_with(self, other: "PlannedProbe") -> bool:
         """Return whether both probes encode the same images in the same way.
 
-        If so, the second probe can reuse the features that the first probe computes.
+        If the result is True, the second probe can reuse the features of the first probe.
         """
         one, another = (
             (x.probe.shares_features, x.probe.role, x.dataset, x.dtype) for x in (self, other)
@@ -188,7 +188,8 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     """Combine tasks with the datasets that support them, and build each probe and dataset.
 
     No image is read. A setting such as `probe.tau=0.3` applies to all tasks that have this key. If
-    `corrupt=` lists several corruptions, each combination is planned once for each corruption.
+    `corrupt=` lists several corruptions, each pair of a task and a dataset is planned once for each
+    corruption.
 
     Returns:
         The planned probes, ordered by dataset. For each dataset, slow probes come last. Probes of
@@ -197,7 +198,7 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     Raises:
         ConfigurationError: A key does not exist, a value is invalid, or no dataset supports some of
             the tasks.
-        DataError: No dataset supports any of the tasks. For example, tokencut needs boxes.
+        DataError: No dataset supports any of the tasks. For example, the task tokencut needs boxes.
     """
     corruptions, overrides = parse_corruptions(request.overrides)
     pairs = [(task, dataset) for dataset in request.datasets for task in request.tasks]
@@ -229,8 +230,6 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
 def require_images(plan: Sequence[PlannedProbe]) -> None:
     """Open all dataset splits that planned probes use, to report errors before the evaluation.
 
-    Each split is opened only once, even if several probes use it.
-
     Args:
         plan: Planned probes, as `plan_request` returns them.
 
@@ -243,10 +242,7 @@ def require_images(plan: Sequence[PlannedProbe]) -> None:
 
 
 def share_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
-    """Return copies of planned probes in which each dataset caches the splits that it opens.
-
-    A split is then opened only once, even if several probes use it.
-    """
+    """Return copies of planned probes in which each dataset caches the splits that it opens."""
     cached = {id(planned.dataset): CachedDataset(planned.dataset) for planned in plan}
     return [replace(planned, dataset=cached[id(planned.dataset)]) for planned in plan]
 
@@ -276,11 +272,12 @@ def evaluate(
         device: Device of the computation.
         overwrite: Compute finished results again.
         skip_unsupported: Leave out probes that cannot score this encoder or dataset, or whose code
-            cannot be imported. A message is printed for each of them.
+            cannot be imported. A message is printed for each probe that is left out.
         allow_none: Return an empty list if all probes are left out, instead of raising an error.
         features: Cache of features that earlier calls computed.
-        later_probes: Planned probes of later calls with the same encoder and blocks. Probes of this
-            call may also compute encoder outputs for them, to save forward passes.
+        later_probes: Planned probes of later calls with the same encoder and blocks. To save
+            forward passes, probes of this call may also compute the encoder outputs that later
+            probes need.
     """
     records, left_out = list[Record](), list[str]()
     features = FeatureCache() if features is None else features
@@ -325,7 +322,7 @@ def evaluate(
             left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {reason}")
             print_message(f"left out: {left_out[-1]}")
     if len(left_out) == len(plan) and not allow_none:
-        raise ConfigurationError(f"no task fits {encoder.name}: {left_out[0]}")
+        raise ConfigurationError(f"no requested task supports {encoder.name}: {left_out[0]}")
     return records
 
 
@@ -365,9 +362,9 @@ def _assign_overrides(
 def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, Any]:
     """Compose the configuration of a task and a dataset, with only some overrides applied.
 
-    An override is applied if it selects a config file, such as `probe.training=lbfgs`, or a
-    protocol, which is a preset of settings. The selected files determine which other keys exist.
-    Overrides that set ordinary values, such as `probe.tau=0.3`, are not applied.
+    Only overrides that select a config file, such as `probe.training=lbfgs`, or a protocol (a
+    preset of settings) are applied. The selected files determine which other keys exist. An
+    override such as `probe.tau=0.3` selects no file and is therefore ignored.
     """
     config = probing_config(*pair, ())
     chosen = [
@@ -380,10 +377,10 @@ def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, An
 
 
 def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[str]:
-    """Return the names that are valid after the key of an override such as `probe.protocol=dino`.
+    """Return the names that an override such as `probe.protocol=dino` can select.
 
-    Such a key selects a config file, or a protocol, which is a preset of a probe's settings. If the
-    key sets an ordinary value, as in `probe.tau=0.3`, the list is empty. `config` is the
+    An override can select a config file, or a protocol, which is a preset of a probe's settings.
+    The list is empty for an override of an ordinary value, such as `probe.tau=0.3`. `config` is the
     configuration of the task.
     """
     key = override.partition("=")[0]
@@ -470,8 +467,8 @@ def _build_pair(
 ) -> PlannedProbe:
     """Build a dataset, and a probe with settings that suit the dataset.
 
-    All calls for one request share the caches `datasets`, `views` and `checked_images`. New entries
-    are added to them.
+    All calls for one request share the caches `datasets`, `views` and `checked_images`, and add new
+    entries to these caches.
 
     Args:
         pair: Names of the task and the dataset.
@@ -524,12 +521,12 @@ def _build_pair(
 def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> list[PlannedProbe]:
     """Return the planned probes whose dataset has the annotations that the probe needs.
 
-    If no requested dataset supports a task, an error is raised. With `--task all`, a message states
-    that the task is left out. An error is then only raised if no task at all is supported.
+    If no requested dataset supports a task, an error is raised. With `--task all`, an unsupported
+    task is left out with a message, and an error is only raised if no task at all is supported.
 
     Raises:
         ConfigurationError: No dataset supports some of the tasks.
-        DataError: No task is supported.
+        DataError: No requested dataset supports any of the tasks.
     """
     supported = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
     tasks = {planned.task_and_dataset[0] for planned in supported}

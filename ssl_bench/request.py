@@ -22,15 +22,15 @@ class ProbeRequest:
     Attributes:
         tasks: Names of probes, such as "tokencut".
         datasets: Datasets, each as a name such as "voc2012" or as NAME:FOLDER.
-        overrides: KEY=VALUE settings. A setting applies to the tasks and datasets that have this
+        overrides: KEY=VALUE settings. A setting applies to all tasks and datasets that have its
             key.
         data_roots: Folders of datasets, by the name of the dataset.
-        all_tasks: Whether the user requested all tasks. If so, tasks that a dataset or an encoder
-            does not support are left out. Probes then also run in their secondary protocols, which
-            are presets of settings.
+        all_tasks: Whether the user requested all tasks. If `all_tasks` is True, tasks that a
+            dataset or an encoder does not support are left out, and probes also run in their
+            secondary protocols, which are presets of settings.
         on_bad_image: "fail", "skip", or None for the default of each dataset.
         layers: Block indices, 0-based, such as "all", "0,5,11" or -1.
-        checkpoints: Addresses of encoders, such as "demo:skip". If there are none, the newest
+        checkpoints: Addresses of encoders, such as "demo:skip". Without any address, the newest
             pretraining run in `runs/` is used.
         baselines: Whether to also probe each encoder with random weights, and an encoder that
             returns raw colours.
@@ -38,7 +38,7 @@ class ProbeRequest:
         device: Name of a torch device (default: a GPU if there is one).
         overwrite: Whether to compute finished results again.
         sets: Image sets that the user passed to `ssl_bench.probe`, by the name of the argument:
-            "train", "val" or "images". Together they form the dataset "python".
+            "train", "val" or "images". These image sets form the dataset "python".
     """
 
     tasks: Sequence[str]
@@ -72,8 +72,8 @@ class ProbeRequest:
 
         Args:
             task: Names of tasks separated by commas, or "all".
-            dataset: Names of datasets separated by commas, or "all". NAME:FOLDER is the dataset
-                NAME in a folder.
+            dataset: Names of datasets separated by commas, or "all". NAME:FOLDER stands for the
+                dataset NAME in the given folder.
             overrides: KEY=VALUE settings.
             data_root: One folder for all datasets, or NAME=FOLDER,NAME=FOLDER, or None.
             batch_size: Number of images in a forward pass of the encoder.
@@ -130,7 +130,7 @@ def require_dataset(text: str) -> tuple[str, str | None]:
     """Check the name of a dataset in the text NAME or NAME:FOLDER.
 
     Returns:
-        The name, and the folder or None.
+        The name of the dataset, and its folder or None.
 
     Raises:
         ConfigurationError: The name is unknown, or the text contains a folder although this
@@ -220,7 +220,7 @@ def probing_config(
         task: Name of the task.
         dataset: The dataset, as NAME or NAME:FOLDER.
         overrides: KEY=VALUE settings.
-        root: Folder of the dataset. It is ignored if `dataset` is NAME:FOLDER.
+        root: Folder of the dataset, which is ignored if `dataset` is NAME:FOLDER.
     """
     name, own_root = split_dataset(dataset)
     base = [f"probe={task}", f"dataset={name}"]
@@ -254,11 +254,11 @@ def _batch_size_overrides(tasks: Sequence[str], size: int) -> list[str]:
     The batch size for training heads is not changed, because it affects scores.
 
     Args:
-        tasks: Names of the tasks. A key is included if any of the tasks has it.
+        tasks: Names of the tasks. The result contains each key that at least one of the tasks has.
         size: Number of images in a forward pass.
 
     Raises:
-        ConfigurationError: No task has such a key.
+        ConfigurationError: No task has a key for the batch size of the encoder.
     """
     configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
     keys = [key for key in BATCH_SIZE_KEYS if any(has_key(config, key) for config in configs)]

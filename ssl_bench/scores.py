@@ -20,19 +20,19 @@ Counts = Integer[np.ndarray, "*some 3 classes"]
 """Numbers of pixels of each class, in one image or summed over several images.
 
 Row 0 contains the correct pixels, row 1 the predicted pixels, and row 2 the ground-truth pixels.
-`probes.heads.scored_images.class_counts` computes them.
+The function `probes.heads.scored_images.class_counts` computes these numbers.
 """
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """IoU thresholds of COCO AP. A predicted box is correct if its IoU is at least the threshold."""
 MAX_DETECTIONS = 100
-"""Maximum number of boxes that are scored in each image. They have the highest confidences."""
+"""Maximum number of boxes that are scored in each image, starting with the most confident."""
 _RECALLS = np.linspace(0, 1, 101)
 
 _BETA_SQUARED = 0.3
 
 ObjectCounts = Integer[np.ndarray, "*some 4"]
-"""Four numbers of pixels for one image, or four for each of several images.
+"""Four numbers of pixels, for a single image or for each of several images.
 
 - [0]: pixels that belong to the object in both prediction and ground truth.
 - [1]: pixels that belong to the object in the prediction.
@@ -109,8 +109,8 @@ def predict_constant_class(
 ) -> tuple[int, Integer[np.ndarray, "3 classes"]]:
     """Return the most frequent true class, and the pixel counts if it is predicted everywhere.
 
-    This prediction is an image-independent baseline. Predicting any other class everywhere does not
-    give a higher mean IoU or accuracy on these pixels.
+    Predicting this class for all pixels is an image-independent baseline. Predicting any other
+    class for all pixels gives no higher mean IoU or accuracy.
 
     Args:
         counts: Numbers of correct, predicted and ground-truth pixels of each class. Only the
@@ -128,7 +128,7 @@ def predict_constant_class(
 
 
 def nanmean(values: Float64[np.ndarray, "*some classes"]) -> Float64[np.ndarray, "*some"]:
-    """Return the mean over the last axis, ignoring NaN values. It is NaN if all values are NaN."""
+    """Return the mean over the last axis, ignoring NaN values, or NaN if all values are NaN."""
     is_number = ~np.isnan(values)
     count = is_number.sum(-1)
     total = np.where(is_number, values, 0.0).sum(-1)
@@ -152,7 +152,7 @@ def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     0 if precision and recall are 0.
 
     Args:
-        counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
+        counts: Pixel counts of the object in one or several images, as described in `ObjectCounts`.
 
     Source: metric.py of unsupervised_saliency_detection in
     https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
@@ -169,7 +169,7 @@ def object_iou(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     """Return the intersection over union of each image in percent, or 100 if the union is empty.
 
     Args:
-        counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
+        counts: Pixel counts of the object in one or several images, as described in `ObjectCounts`.
     """
     intersection, predicted, true, _ = (counts[..., n].astype(np.int64) for n in range(4))
     union = predicted + true - intersection
@@ -182,7 +182,7 @@ def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     A pixel is correct if prediction and ground truth agree on whether it belongs to the object.
 
     Args:
-        counts: Numbers of the object's correct, predicted and true pixels, and of scored pixels.
+        counts: Pixel counts of the object in one or several images, as described in `ObjectCounts`.
     """
     intersection, predicted, true, total = (counts[..., n].astype(np.int64) for n in range(4))
     correct = total - predicted - true + 2 * intersection
@@ -235,8 +235,8 @@ def count_constant_masks(
 ) -> dict[str, Int64[np.ndarray, "images 4"]]:
     """Return the pixel counts of three masks that are predicted without looking at the images.
 
-    The best of these masks is the baseline of a metric. For pixel accuracy, it is the empty mask if
-    objects are small, and the whole image if objects are large.
+    The mask with the highest score is the baseline of a metric. For pixel accuracy, the best mask
+    is the empty mask if objects are small, and the whole image if objects are large.
 
     Args:
         centre_counts: Pixel counts of each image if the centre box is predicted: the object's
@@ -262,8 +262,8 @@ OBJECT_SCORES: Mapping[str, Callable[[ObjectCounts], Float64[np.ndarray, "*some"
 }
 """Functions that score single images, by metric. The value of a metric is the mean over images.
 
-`max_f_beta` is defined as the highest mean F-beta over all thresholds of the predicted values.
-These values are 0 or 1 here, so every threshold gives the same mean, and none must be chosen.
+`max_f_beta` is defined as the highest mean F-beta over all thresholds of the predicted values. The
+predicted values are 0 or 1 here, so every threshold gives the same mean F-beta.
 """
 
 
@@ -290,11 +290,12 @@ def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
     AP is a mean over IoU thresholds and over 101 recalls from 0 to 1. For each recall, the highest
     precision at this recall or at a higher recall is used.
 
-    Predicted boxes of equal confidence form a rank. AP must not depend on their order. The correct
-    boxes of a rank are therefore treated as spread evenly over the rank.
+    Predicted boxes of equal confidence form a rank. The order of these boxes must not affect AP, so
+    the correct boxes of a rank are treated as spread evenly over the rank.
 
     If all boxes have different confidences, the result equals `stats[0]` of COCOeval, or `stats[1]`
-    for the single threshold 0.5. Otherwise, COCOeval's AP depends on the order of the images.
+    for the single threshold 0.5. If some boxes have equal confidences, COCOeval's AP depends on the
+    order of the images.
 
     Args:
         counts: Numbers of ground-truth boxes, predicted boxes and correct boxes by rank and IoU
@@ -325,10 +326,10 @@ def coco_average_precision(
 ) -> float:
     """Compute average precision in percent with COCOeval of pycocotools (its `stats[0]`).
 
-    It is NaN if there is no ground-truth box. The first boxes of all images have the same
-    confidence, the second boxes have a lower one, and so on. COCOeval orders boxes of equal
-    confidence by image. Unlike the value of `average_precision`, its value thus depends on the
-    order of the images.
+    The result is NaN if there is no ground-truth box. The first boxes of all images have the same
+    confidence, the second boxes have a lower confidence, and so on. COCOeval orders boxes of equal
+    confidence by image. Unlike `average_precision`, COCOeval thus depends on the order of the
+    images.
 
     Args:
         predicted: Boxes (x0, y0, x1, y1) of each image, in descending order of confidence.
@@ -374,7 +375,7 @@ def _index_boxes(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
 def average_recall(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
     """Return the recall of ground-truth boxes in percent, averaged over IoU thresholds.
 
-    It equals `stats[8]` of COCOeval. It is NaN if there is no ground-truth box.
+    The result equals `stats[8]` of COCOeval, or is NaN if there is no ground-truth box.
 
     Args:
         counts: Numbers of ground-truth boxes, predicted boxes and correct boxes by rank and IoU
@@ -393,10 +394,10 @@ def _precision_within_rank(
 ) -> Float64[np.ndarray, "*some thresholds recalls"]:
     """Return the precision at each recall that is reached inside one rank.
 
-    A rank consists of all boxes with the same confidence. Its correct boxes are treated as spread
-    evenly over the rank, so a fraction of the rank is enough to reach a recall. The precision is
-    computed from this fraction and all earlier ranks. It is 0 if earlier ranks already reach the
-    recall.
+    A rank consists of all boxes with the same confidence. The correct boxes of a rank are treated
+    as spread evenly over the rank, so a fraction of the rank is enough to reach a recall. The
+    precision at a recall is computed from this fraction and all earlier ranks. The precision is 0
+    if earlier ranks already reach the recall.
 
     Args:
         correct: Number of correct boxes in each rank and all ranks before it.
@@ -417,7 +418,7 @@ def _precision_within_rank(
 def index_coco(content: Mapping[str, Any]) -> Any:
     """Return a pycocotools `COCO` object for the parsed content of a COCO annotation file.
 
-    If the content has another format, pycocotools may raise any exception.
+    If the content is not in the COCO format, pycocotools may raise any exception.
     """
     # pycocotools is imported here, because few commands need it.
     from pycocotools.coco import COCO

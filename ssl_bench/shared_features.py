@@ -25,7 +25,7 @@ class SharedFeatures:
 
     Attributes:
         num_images: Number of images that a probe encodes, including training images.
-        keeps_new: Whether `add` stores features. False if no later probe needs them.
+        keeps_new: Whether the method `add` stores features, because a later probe needs them.
         by_image: Features of each image, by the digest of its pixels.
     """
 
@@ -40,7 +40,8 @@ class SharedFeatures:
         """Return whether the features of all images fit into memory.
 
         Args:
-            features: Features of one image. All other images are assumed to need the same memory.
+            features: Features of one image. The features of all other images are assumed to need
+                the same memory.
         """
         return self.num_images * _num_bytes(features) <= self._free_bytes
 
@@ -60,12 +61,12 @@ class SharedFeatures:
 class SharedExtractor(FeatureExtractor):
     """Feature extractor on the CPU that reuses known features instead of encoding an image again.
 
-    Stored features equal recomputed features up to rounding, because the other images of a batch
-    hardly matter on a CPU. They do not change the features of a ViT, and change those of a ConvNet
-    only by rounding errors.
+    Stored features equal recomputed features up to rounding errors. On a CPU, other images in a
+    batch do not change the features of a ViT, and change the features of a ConvNet only by rounding
+    errors.
 
     Args:
-        shared: Features that earlier probes have computed. New features are added to them.
+        shared: Features of earlier probes, to which new features are added.
         arguments, options: Positional and keyword arguments of `FeatureExtractor`.
     """
 

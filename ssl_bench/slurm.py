@@ -42,8 +42,8 @@ class CommandTask:
     def checkpoint(self) -> "submitit.helpers.DelayedSubmission":
         """Return this task unchanged, so that submitit queues it again.
 
-        submitit calls this method if the task is preempted or reaches its time limit. The command
-        then skips finished results.
+        submitit calls this method if the task is preempted or reaches its time limit. When SLURM
+        restarts the task, the command skips finished results.
         """
         from submitit.helpers import DelayedSubmission
 
@@ -56,7 +56,7 @@ def array_settings(
     """Return the settings of a SLURM array, with the names that submitit uses.
 
     Args:
-        minutes: Time limit of each task. A task that reaches it is queued again.
+        minutes: Time limit of each task. A task that reaches its time limit is queued again.
         gpus: Number of GPUs of each task.
         cpus: Number of CPU cores of each task.
         partition: Partition of the cluster (default: the cluster's default partition).
@@ -77,7 +77,7 @@ def submit_array(
 
     Args:
         commands: The commands, each as a list of words.
-        logs: Folder for log files. Every node must have access to it.
+        logs: Folder for log files, to which every node must have access.
         settings: Settings from `array_settings`. The environment variables SBATCH_* set other
             options of sbatch.
         cluster: "slurm", or "local" or "debug" to run the tasks on this machine.

@@ -49,7 +49,7 @@ class Job:
     """The evaluation of one encoder with one probe on one dataset, for some or all blocks.
 
     Attributes:
-        encoder: Identity of the encoder. Its weights are not loaded yet.
+        encoder: Identity of the encoder, whose weights are not loaded yet.
         planned: The probe and the dataset.
         layers: Block indices, 0-based.
         is_partial: Whether the job evaluates only some of the requested blocks, and other jobs
@@ -88,10 +88,7 @@ class Job:
 
     @property
     def layer_suffix(self) -> str:
-        """Return text such as ", blocks 0 to 3" if the job evaluates only some requested blocks.
-
-        Otherwise, return an empty string.
-        """
+        """Return text such as ", blocks 0 to 3", or "" for a job with all requested blocks."""
         ends = dict.fromkeys([self.layers[0], self.layers[-1]])
         return f", blocks {' to '.join(map(str, ends))}" if self.is_partial else ""
 
@@ -103,11 +100,12 @@ def plan_sweep(
 
     Args:
         request: The requested encoders, probes, datasets and blocks.
-        min_jobs: Desired minimum number of jobs. To reach it, the blocks that a probe evaluates are
-            divided among several jobs where possible. Each of these jobs encodes all images again.
+        min_jobs: Desired minimum number of jobs. To reach this number, the blocks that a probe
+            evaluates are divided among several jobs where possible. Each of these jobs encodes all
+            images again.
         skip_unsupported: Whether to leave out probes that do not support an encoder, with a
-            message. If False, such a probe raises `UnsupportedEncoderError`. Probes that do not
-            support a baseline encoder, such as one with random weights, are always left out.
+            message. If False, an unsupported encoder raises `UnsupportedEncoderError`. Probes that
+            do not support a baseline encoder, such as one with random weights, are always left out.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
@@ -192,8 +190,8 @@ def _split_layers(
 ) -> list[tuple[int, ...]]:
     """Split the block indices `layers` into groups of consecutive blocks, one group for each job.
 
-    If a result or a figure combines several blocks, all blocks form a single group. Otherwise,
-    there are `count` groups, but not more groups than blocks.
+    If a result or a figure combines several blocks, all blocks form a single group. If all blocks
+    are independent, there are `count` groups, but not more groups than blocks.
     """
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
@@ -236,8 +234,8 @@ def format_plan(jobs: Sequence[Job], seconds: Sequence[float | None] = ()) -> st
 
     Args:
         jobs: The jobs.
-        seconds: Estimated time of each job, or None if it is unknown. If no time is known, the
-            table has no column for it.
+        seconds: Estimated time of each job, or None if it is unknown. The table has no column for
+            the times if none is known.
     """
     names = {encoder_id(job.encoder.identity()): job.encoder.name for job in jobs}
     counts = Counter(names.values())
@@ -321,7 +319,7 @@ def run_in_processes(
         jobs: The jobs to run.
         count: Maximum number of jobs that run at the same time.
         devices: Values of CUDA_VISIBLE_DEVICES, such as "0" and "1". Each process gets the value
-            that the fewest running jobs use. If there are none, each process sees all GPUs that
+            that the fewest running jobs use. If `devices` is empty, each process sees all GPUs that
             this process sees.
     """
     retried, load, lock = list[Job](), dict.fromkeys(devices, 0), threading.Lock()
@@ -331,11 +329,7 @@ def run_in_processes(
 
     @contextmanager
     def acquire_device() -> Generator[Mapping[str, str]]:
-        """Yield the environment variables of a job, and count its GPU as used inside the context.
-
-        CUDA_VISIBLE_DEVICES has the value in `devices` that the fewest running jobs use. If
-        `devices` is empty, this variable is not changed.
-        """
+        """Yield the environment variables of a job, and count its GPU as used in the context."""
         if not load:
             yield environment
             return

@@ -79,11 +79,11 @@ def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[Epoch
 def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
     """Return the name of the training run that `name` identifies.
 
-    `name` is the name of the run itself, or a name of one of its encoders, such as a checkpoint
+    `name` is the name of a run, or identifies an encoder of a run, for example by its checkpoint
     file.
 
     Raises:
-        DataError: No run in the records (stored scores) matches.
+        DataError: No run in the records (stored scores) matches `name`.
     """
     runs = group_by_run(records)
     if name in runs:
@@ -118,8 +118,8 @@ def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[C
             out = ("--out", escape_braces(str(store.root)))
             tasks = ", ".join(sorted({r.task for r in own_records if r.encoder_id == encoder}))
             raise DataError(
-                f"{name} has no record of {' '.join(flags)} in {store.root}. It has records of the "
-                f"tasks {tasks}",
+                f"{name} has no record of {' '.join(flags)} in {store.root}. The folder has "
+                f"records of this encoder for the tasks {tasks}",
                 hint=(*probe, "--checkpoint", escape_braces(name), *out),
             )
     tables, reasons = compare_encoders(

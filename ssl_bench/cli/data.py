@@ -155,12 +155,12 @@ def _build_dataset(
 ) -> tuple[Any, ReadOptions]:
     """Build the dataset `name` without opening its files.
 
-    Also return the settings `data.fingerprint` and `data.bits`, which determine how its images are
-    read.
+    The second item of the result contains `data.fingerprint` and `data.bits`, which determine how
+    images are read.
 
     Args:
         name: Name of the dataset, such as "voc2012".
-        root: Folder of the dataset. None if it is not needed, or if `overrides` contain it.
+        root: Folder of the dataset, or None if no folder is needed or if `overrides` contain it.
         overrides: KEY=VALUE settings.
     """
     # Import it only here, because importing Hydra takes longer than running `data list`.
@@ -205,7 +205,7 @@ def _local_path(file: Download, root: Path) -> Path:
 def _download_file(file: Download, root: Path) -> None:
     """Download a file to the folder `root` of a dataset, and unpack it if it is an archive.
 
-    A small file in `root` then marks the download as finished, so that it is not repeated.
+    After the download, a small file in `root` prevents a second download of the same file.
     """
     print_message(f"downloading {file.published.url} ({format_size(file.size)})")
     path = _local_path(file, root)
@@ -291,9 +291,8 @@ def _require_root(options: argparse.Namespace) -> Path:
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Check the files of a dataset, and print the number of images and the problems of each split.
 
-    If the published size of a split is known, the number of images is compared with it. In each
-    split, a random sample of images is read. In a folder of photographs, all images are read
-    instead.
+    The number of images in a split is compared with the published number, if it is known. A random
+    sample of images in each split is read, or all images in a folder of photographs.
 
     Raises:
         DataError: The dataset has problems.
@@ -304,7 +303,8 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     info = _find_info("check", name)
     if own_root is not None and options.data_root is not None:
         raise ConfigurationError(
-            f"{options.target} names its folder, so --data-root has no effect. Remove this flag"
+            f"{options.target} already contains the folder, so --data-root has no effect. "
+            "Remove this flag"
         )
     if info.is_generated and options.data_root is not None:
         raise ConfigurationError(
@@ -363,9 +363,10 @@ def _check_split(dataset: Dataset, split: str, published: int | None) -> dict[st
         published: Published number of images, or None if it is unknown.
 
     Returns:
-        A dictionary of JSON types. "role" is the argument `split`. "split" is the name of the
-        opened split, which may differ. "images" and "published" are numbers of images. "read" is
-        the number of readable images in the sample. "problems" is a list of error messages.
+        A dictionary of JSON types. The entry "role" is the argument `split`, and "split" is the
+        name of the opened split, which may differ. "images" and "published" are numbers of images.
+        "read" is the number of readable images in the sample. "problems" is a list of error
+        messages.
     """
     state = {"role": split, "split": "", "images": 0, "published": published, "read": 0}
     try:

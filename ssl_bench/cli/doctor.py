@@ -52,8 +52,8 @@ class Finding(NamedTuple):
     """One line of the output of `ssl-bench doctor`.
 
     Attributes:
-        name: What the line describes, such as "python".
-        value: Its version or state.
+        name: Subject of the line, such as "python".
+        value: Version or state of the subject.
         broken: Whether a package is broken, so that commands fail until the user repairs it.
     """
 

@@ -130,7 +130,7 @@ def _open_dataset(
     Args:
         options: Options of the command, with the name and the folder of the dataset.
         overrides: KEY=VALUE settings.
-        on_bad_image: Whether unreadable images are left out ("skip") or raise an error ("fail").
+        on_bad_image: Whether unreadable images are left out ("skip") or raise an error ("fail"), or
             None for the default of the dataset.
     """
     name, root = require_dataset(options.dataset)
@@ -162,7 +162,7 @@ def _write_or_check_description(path: Path, about: Mapping[str, Any]) -> None:
     """Write the description `about` of the features to the file `path`.
 
     If the folder of this file already contains features, only check that they have the same
-    description. More features may then be added to the folder.
+    description, so that more features may be added.
 
     Raises:
         ConfigurationError: The folder contains features with another description.
@@ -286,7 +286,7 @@ def _require_range(values: np.ndarray, dtype: str, name: str) -> None:
     `name` is the name of the array for the error message, such as "block05.token".
 
     Raises:
-        CheckpointError: The value would overflow or underflow.
+        CheckpointError: The largest absolute value would overflow or underflow.
     """
     largest = float(np.abs(values).max(initial=0.0))
     lowest, highest = float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)
@@ -309,9 +309,9 @@ def _write(path: Path, arrays: dict[str, np.ndarray], file_format: str) -> None:
 
 
 def _read_ids_and_labels(path: Path) -> tuple[list[str], list[int]] | None:
-    """Return the image ids and class labels in a file of features. The label is -1 without a class.
+    """Return the image ids and class labels in a file of features.
 
-    Return None if the file is missing or damaged.
+    Images without a class have the label -1. Return None if the file is missing or damaged.
     """
     try:
         if path.suffix == ".npz":

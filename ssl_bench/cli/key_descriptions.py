@@ -85,8 +85,8 @@ _MEANINGS = {
 }
 """Meanings of config keys that no class documents.
 
-An entry such as "depth" applies to all keys that end with this name, such as "model.depth".
-If several entries apply, the longest one is used.
+An entry such as "depth" applies to all keys that end with this name, such as "model.depth". If
+several entries apply to a key, the entry with the longest name is used.
 """
 
 
@@ -118,7 +118,8 @@ def describe_target(target: str, overrides: Sequence[str]) -> list[str]:
     if group in PROBING_GROUPS:
         names = choices(group)
         raise ConfigurationError(
-            f"expected one of {', '.join(f'{group}.{name}' for name in names)}, got {group}",
+            f"the target must be one of {', '.join(f'{group}.{name}' for name in names)}, "
+            f"got {group}",
             hint=("ssl-bench", "keys", f"{group}.{names[0]}"),
         )
     config = compose_config("pretraining", overrides)
@@ -128,10 +129,10 @@ def describe_target(target: str, overrides: Sequence[str]) -> list[str]:
 def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
     """Return one line of text for each config key in `parents`, and for all keys below them.
 
-    For example, "train.seed" is below "train". If `parents` is empty, all keys are described.
+    If `parents` is empty, all keys are described.
 
     Raises:
-        ConfigurationError: There is no such key.
+        ConfigurationError: A key in `parents` does not exist.
     """
     if lines := _describe_keys(config, parents):
         return lines
@@ -152,7 +153,7 @@ def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list
 def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
     """Return lines such as "train.seed=0  a whole number in [0, 4294967295]: random seed".
 
-    `parents` contains the keys to describe. If it is empty, all keys are described.
+    `parents` contains the keys to describe, and is empty to describe all keys.
     """
     keys = list_described_keys(config, parents)
     assignments = [f"{key.name}={key.default}" for key in keys]
@@ -175,7 +176,8 @@ class Key(NamedTuple):
 def list_described_keys(config: dict[str, Any], parents: Sequence[str]) -> list[Key]:
     """Return the config keys in `parents` and all keys below them, with their descriptions.
 
-    For example, "train.seed" is below "train". If `parents` is empty, all keys are returned.
+    For example, the key "train.seed" is below "train". If `parents` is empty, all keys are
+    returned.
     """
     descriptions = describe_keys(config)
     types = {key: kind for key, (kind, _) in descriptions.items()}

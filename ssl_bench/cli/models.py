@@ -31,7 +31,7 @@ def command(options: argparse.Namespace) -> int:
     """List the supported kinds of checkpoints, or describe the given checkpoints.
 
     If a checkpoint cannot be loaded, the command prints an error and continues with the next one.
-    It returns the exit code of the first error, or 0.
+    The result is the exit code of the first error, or 0.
     """
     if not options.uris:
         if options.json:

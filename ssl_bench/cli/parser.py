@@ -80,7 +80,7 @@ KEY_OF_FLAG: Mapping[str, Mapping[str, str]] = {
 }
 """Configuration keys that flags set, by command and name of the flag.
 
-For probes, the key of `--batch-size` depends on the task, so it is not listed here."""
+The key of `--batch-size` is not listed for probes, because it depends on the task."""
 
 _TASKS_HELP = "tasks, separated by commas, or all (default: all)"
 _LAYERS_HELP = "block indices starting at 0 (e.g. 11, -1, 0,5,11 or 0-3), or all (default: all)"
@@ -113,7 +113,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `ssl_bench.errors` lists the exit codes.
 
-    `arguments` contains the words after `ssl-bench`. By default, they are read from `sys.argv`.
+    `arguments` contains the words after `ssl-bench`. By default, the arguments are read from
+    `sys.argv`.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     repair_standard_streams()
@@ -278,9 +279,9 @@ def _unknown_argument(
 def _join_values(arguments: Sequence[str]) -> list[str]:
     """Join the flags `--layer` and `--checkpoint` with their values, as FLAG=VALUE.
 
-    There are two reasons. For `--layer -1,0`, argparse would read the value as a flag. For
-    `--checkpoint runs/*`, a shell passes several words, such as `--checkpoint A B C`. These become
-    `--checkpoint=A --checkpoint=B --checkpoint=C`.
+    Without FLAG=VALUE, argparse would read the value of `--layer -1,0` as a flag. For `--checkpoint
+    runs/*`, a shell passes several words such as `--checkpoint A B C`, which become `--checkpoint=A
+    --checkpoint=B --checkpoint=C`.
     """
     joined: list[str] = []
     for word in arguments:

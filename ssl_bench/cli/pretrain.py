@@ -56,8 +56,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _default_run(overrides: Sequence[str]) -> str:
     """Return a new run folder such as "runs/vit_small_skip-adamw-20260131-120000".
 
-    Its name states the model, the optimizer and the time. If `overrides` (KEY=VALUE settings)
-    select an experiment, the name of the experiment replaces the model and the optimizer.
+    The name of the folder states the model, the optimizer and the time. If `overrides` (KEY=VALUE
+    settings) select an experiment, the name of the experiment replaces the model and the optimizer.
     """
     choices = {key: value for key, _, value in (o.partition("=") for o in overrides)}
     recipe = f"{choices.get('model', 'vit_small_skip')}-{choices.get('optimizer', 'adamw')}"

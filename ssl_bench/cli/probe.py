@@ -99,8 +99,8 @@ def _check_encoder(
     Args:
         plan: The probes.
         encoder: The encoder.
-        skip_unsupported: Whether probes that cannot score this encoder are left out later. If so,
-            only the image sizes that the user set are checked.
+        skip_unsupported: Whether to check only the image sizes that the user set, because
+            unsupported probes are left out later.
 
     Raises:
         ConfigurationError: The encoder does not accept an image size that the user set.

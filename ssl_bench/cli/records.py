@@ -48,7 +48,7 @@ def resolve_format(name: str | None) -> str:
 def load_selected_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
     """Read the records (stored scores) that the user selected with flags such as `--task`.
 
-    The other flags are `--layer` and those for the fields in `FILTERS`.
+    The flags that select records are `--task`, `--layer` and the flags for the fields in `FILTERS`.
 
     Raises:
         DataError: No record is selected.
@@ -68,8 +68,9 @@ def no_records_error(task: str, store: ResultStore) -> DataError:
 def open_store(out: str) -> Generator[ResultStore]:
     """Open the results folder `out` for a `with` block. At the end, print which files were ignored.
 
-    For example, damaged files are ignored. If the block raises an error about the configuration or
-    the data, the error message also lists these files.
+    The ignored files contain unreadable or outdated records, for example. If the `with` block
+    raises an error about the configuration or the data, the error message also lists the ignored
+    files.
     """
     store = ResultStore(Path(out))
     try:
@@ -119,8 +120,7 @@ def filter_records(
 ) -> list[Record]:
     """Return the records (stored scores) that the user selected by the flags for `FILTERS`.
 
-    For example, `--dataset` selects records by their dataset. Without these flags, all records are
-    returned.
+    If the user set none of the flags for `FILTERS`, all records are returned.
     """
     for name in FILTERS:
         records = _filter_by(records, name, getattr(options, name), store)
@@ -132,7 +132,7 @@ def _filter_by(
 ) -> list[Record]:
     """Return the records (stored scores) whose field `name` has one of the values in `value`.
 
-    `value` is a comma-separated list. If it is None, return all records.
+    `value` is a comma-separated list, or None to return all records.
 
     Raises:
         ConfigurationError: A value occurs in no record.
@@ -193,11 +193,11 @@ def find_recorded_encoder(
     """Find the encoder that `name` identifies, and return its id and its model name.
 
     `name` may be the name of the encoder in tables, the first digits of its id, or the first digits
-    of the SHA-256 of its weights. It may also be a checkpoint file, a run folder, or any other
+    of the SHA-256 of its weights. `name` may also be a checkpoint file, a run folder, or any other
     address for `--checkpoint`.
 
     Raises:
-        DataError: No encoder or more than one encoder in `records` matches.
+        DataError: `name` matches no encoder, or more than one encoder, in `records`.
     """
     encoders = {one.encoder_id: one for one in records}
     labels = model_names(encoders.values())

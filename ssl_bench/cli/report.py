@@ -76,9 +76,9 @@ def _read_logs(
 ) -> list[RunLog]:
     """Read the training logs of the run folders in `--runs`.
 
-    Without `--runs`, read the logs of all runs whose checkpoints have records (stored scores).
-    Their folders are searched for in `runs/` and next to the results folder. If the logs cannot be
-    read, print a message and return an empty list.
+    Without `--runs`, read the logs of all runs whose checkpoints have records (stored scores). The
+    folders of these runs are searched for in `runs/` and next to the results folder. If the logs
+    cannot be read, print a message and return an empty list.
     """
     if options.run_folders:
         return read_run_logs(options.run_folders)

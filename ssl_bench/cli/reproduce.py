@@ -48,7 +48,7 @@ TRAINING_GB = {
 }
 """Download size of each training dataset in gigabytes.
 
-They are the sizes of the archives of ILSVRC 2012 (training and validation images),
+The sizes are those of the archives of ILSVRC 2012 (training and validation images),
 tiny-imagenet-200.zip, cifar-10-python.tar.gz, cifar-100-python.tar.gz, SVHN (train_32x32.mat and
 test_32x32.mat) and MNIST (four files). The strings of the copying task are generated, so nothing is
 downloaded for this task."""
@@ -66,9 +66,9 @@ class PlanOptions:
         roots: Folders of the datasets, by name of the dataset.
         overrides: KEY=VALUE settings. Keys that begin with "probe." or "dataset." apply to probes,
             and all other keys apply to training runs.
-        rows: Names of the table rows to reproduce. Empty for all rows.
-        datasets: Datasets to probe. Empty for all datasets.
-        gpus: Number of GPUs that the printed commands use. None for a single device.
+        rows: Names of the table rows to reproduce (default: all rows).
+        datasets: Datasets to probe (default: all datasets).
+        gpus: Number of GPUs that the printed commands use, or None for a single device.
     """
 
     runs: Path
@@ -113,7 +113,7 @@ class Step:
 
     Attributes:
         title: Short description for messages, such as "pretrain skipless".
-        trained_run: Name of the run that the command trains. None if the command is a probe.
+        trained_run: Name of the run that the command trains, or None if the command is a probe.
         needed_run: Name of the run that must be finished before this step, or None.
         arguments: Arguments of `ssl-bench`.
         columns: Columns of the table that the command fills.
@@ -165,7 +165,8 @@ class Plan:
         if missing and "data.root" not in self.options.run_values:
             name = min(missing)
             raise ConfigurationError(
-                f"{full_name(self.table)} trains on {name}, but its folder is not given",
+                f"{full_name(self.table)} needs the training images {name}, but their folder is "
+                "not given",
                 hint=(
                     "data.root={folder}",
                     "or",
@@ -245,7 +246,7 @@ def _parse_gpus(options: argparse.Namespace) -> int | None:
         table = escape_braces(options.name) if options.name else "{table}"
         conflict = "cannot be combined with --device" if options.print else "needs --print"
         raise ConfigurationError(
-            f"--gpus {options.gpus} {conflict}, since it only changes printed commands",
+            f"--gpus {options.gpus} {conflict}, because --gpus only changes printed commands",
             hint=("ssl-bench", "reproduce", table, "--print", "--gpus={number}"),
         )
     return options.gpus
@@ -336,7 +337,8 @@ def format_listing(tables: Sequence[PublishedTable]) -> str:
 def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
     """Return the commands that reproduce a published table.
 
-    No run folder and no stored score is read, so the plan also contains commands that are finished.
+    Run folders and stored scores are not read, so the plan also contains commands that were already
+    run.
     """
     requested = [require_choice("row", row, table.rows) for row in options.rows] or table.rows
     known = list(dict.fromkeys(column.dataset for column in table.columns))
@@ -383,7 +385,7 @@ def _max_epochs(options: PlanOptions) -> int | None:
 
 
 def _can_reach(options: PlanOptions, epoch: int | None) -> bool:
-    """Return whether a training run with the user's settings is long enough to reach an epoch.
+    """Return whether a training run with the user's settings is long enough to reach `epoch`.
 
     If `train.max_steps` is set, the run is assumed to be too short. The epoch None stands for the
     end of the run, which is always reached.
@@ -426,11 +428,12 @@ def _training_step(
 
 
 def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
-    """Return KEY=VALUE settings for schedules that are too long for a run that was shortened.
+    """Return settings KEY=null for schedules that are too long for a shortened run.
 
-    For example, a warm-up of 10.0 epochs is too long for `train.epochs=5`. The setting `KEY=null`
-    then makes it a fraction of the run. Recipes write lengths of schedules as decimal numbers
-    (`10.0`). Integers (`5`) are intervals between measurements, and are not changed.
+    For example, a warm-up of 10.0 epochs is too long for a run with `train.epochs=5`. With
+    `KEY=null`, the length of a schedule is a fraction of the run. Lengths of schedules are decimal
+    numbers in recipes (`10.0`). Integers (`5`) are intervals between measurements, and are not
+    changed.
     """
     recipe = read_file(config_folder() / "experiment" / f"{run.recipe}.yaml")
     values = {**flatten_config(recipe), **run.changes}
@@ -449,7 +452,7 @@ def _probe_steps(
 ) -> Iterator[Step]:
     """Yield the probe commands that measure the given columns of a table for one encoder.
 
-    Columns that need the same settings share a command.
+    Columns of the table that need the same settings share a command.
 
     Args:
         address: Address of the encoder: a training run as "NAME" or "NAME@EPOCH", or published
@@ -511,7 +514,7 @@ def shell_commands(plan: Plan) -> Iterator[str]:
 
 
 def format_plan(plan: Plan) -> str:
-    """Describe the plan for a table as text. Also state which runs and scores already exist."""
+    """Describe the plan for a table as text, including which runs and scores already exist."""
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
     states = {run.name: read_run_state(plan.options.runs / run.name) for run in plan.runs}
     if states:
@@ -525,7 +528,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def _load_records(out: Path) -> list[Record]:
-    """Return the records (stored scores) in a results folder, or an empty list without any."""
+    """Return the records (stored scores) in a results folder, or an empty list if none exist."""
     store = ResultStore(out)
     try:
         records = store.records()
@@ -539,8 +542,8 @@ def _load_records(out: Path) -> list[Record]:
 def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
     """Return a row about a probe command: title, checkpoint and number of existing records.
 
-    A record is a stored score. It is counted if it belongs to the checkpoint and to one of the
-    table columns that the command fills.
+    A record (stored score) is counted if it belongs to the checkpoint and to one of the table
+    columns that the command fills.
     """
     # Recognise the records of an encoder by the digest in the .sha256 file next to its weights.
     address = Path(step.arguments[step.arguments.index("--checkpoint") + 1])
@@ -588,8 +591,8 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
 def _curve_commands(plan: Plan) -> Iterator[str]:
     """Yield the commands that draw our results as curves.
 
-    The table must contain training losses, or scores at more than two epochs of a run. For all
-    other tables, no command is yielded.
+    Curves only exist for tables that contain training losses, or scores at more than two epochs of
+    a run.
     """
     if any(column.metric.endswith("loss_100") for column in plan.table.columns):
         places = [plan.options.runs / run.name for run in plan.runs]
@@ -630,7 +633,7 @@ def run_steps(
 ) -> Iterator[tuple[Step, Outcome]]:
     """Run the steps of a plan one after the other, and yield each step with its outcome.
 
-    If a training run fails, the steps that need this run are skipped. All other steps are still
+    If a training run fails, the steps that need this run are skipped, and all other steps are still
     run.
 
     Args:

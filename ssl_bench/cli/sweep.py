@@ -31,7 +31,7 @@ Outcomes = Mapping[tuple[str, ...], Outcome]
 
 
 def command(options: argparse.Namespace, request: ProbeRequest) -> int:
-    """Print a table of the jobs, then run, print or submit those that lack results.
+    """Print a table of the jobs, then run, print or submit the jobs that lack results.
 
     A job evaluates one encoder with one probe on one dataset.
 
@@ -76,7 +76,7 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
 
 
 def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
-    """Run jobs, and return the outcome (duration and exit code) of each job in their order."""
+    """Run jobs, and return the outcome (duration and exit code) of each job in the given order."""
     device = choose_device(options.device)
     store = ResultStore.create(Path(options.out))
     if options.jobs > 1:

@@ -42,7 +42,7 @@ from ssl_bench.tables.steps import step_table
 def command(options: argparse.Namespace) -> int:
     """Print tables of the scores in a results folder, or of the training logs of runs.
 
-    With `--pack`, move the stored scores to one file instead.
+    With `--pack`, only move the stored scores to one file.
     """
     style = resolve_format(options.format)
     _check_options(options)
@@ -93,8 +93,8 @@ def _check_options(options: argparse.Namespace) -> None:
         require_choice("--best-layer", options.best_layer, LAYER_CHOICES)
         if not (options.pivot or options.paper):
             raise ConfigurationError(
-                "--best-layer chooses one block of each encoder, so it needs a table with one "
-                "score per encoder",
+                "--best-layer chooses one block of each encoder, and only works for tables with "
+                "one score per encoder",
                 hint=("--pivot", "or", "--paper", "{table}"),
             )
     exclusive = {
@@ -109,7 +109,7 @@ def _check_options(options: argparse.Namespace) -> None:
     used = [flag for flag, value in exclusive.items() if value]
     if len(used) > 1:
         raise ConfigurationError(
-            f"expected only one of {', '.join(exclusive)}, got {' and '.join(used)}"
+            f"expected only one of the flags {', '.join(exclusive)}, got {' and '.join(used)}"
         )
     if options.over_steps:
         selecting = {
@@ -124,7 +124,7 @@ def _check_options(options: argparse.Namespace) -> None:
             )
     if options.encoders and not options.paper:
         raise ConfigurationError(
-            "--as assigns a checkpoint to a row of a paper's table, so it needs such a table",
+            "--as assigns a checkpoint to a row of a published table, so select a published table",
             hint=("--paper", "{table}"),
         )
 
@@ -161,7 +161,7 @@ def _resolve_rows(
     Args:
         pairs: Values of `--as` in the form ROW=CHECKPOINT.
         published: The published table.
-        records: Stored scores. Each checkpoint must be one of their encoders.
+        records: Stored scores. Each checkpoint must be the encoder of at least one of these scores.
         store: Results folder, for error messages.
 
     Returns:
@@ -172,7 +172,7 @@ def _resolve_rows(
         row, equals, name = pair.partition("=")
         if not equals:
             raise ConfigurationError(
-                f"--as expects the name of a row and a checkpoint, got {pair!r}",
+                f"--as expects ROW=CHECKPOINT, got {pair!r}",
                 hint=("--as", "{row}={checkpoint}"),
             )
         hint = ("--as", "{near}={checkpoint}")

@@ -21,15 +21,15 @@ _ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
 
 
 class PackedRecord(NamedTuple):
-    """One row of `records.parquet`. It replaces the JSON file and the `.npz` file of one record.
+    """One row of `records.parquet`, which replaces the JSON file and `.npz` file of one record.
 
     A record is the stored result of one evaluation.
 
     Attributes:
         content: Content of the JSON file, which contains the record.
-        images: Content of the `.npz` file, which contains per-image values. None if the record has
-            no such file.
-        digest: SHA-256 of the JSON file's path, `content` and `images`. None if an older version
+        images: Content of the `.npz` file, which contains per-image values, or None if the record
+            has no such file.
+        digest: SHA-256 of the JSON file's path, `content` and `images`, or None if an older version
             wrote the row.
     """
 
@@ -46,8 +46,8 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, PackedRecord], dict[Pa
         path: Path of the Parquet file.
 
     Returns:
-        Two dictionaries: the valid rows, and the damaged rows, which do not match their digests.
-        The keys are the paths of the JSON files that the rows replace.
+        A dictionary of the valid rows, and a dictionary of the damaged rows, which do not match
+        their digests. The keys are the paths of the JSON files that the rows replace.
 
     Raises:
         DataError: The Parquet file cannot be read, or its number of rows differs from the number
@@ -61,7 +61,9 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, PackedRecord], dict[Pa
         number, has_digests = str(table.num_rows).encode(), _ROW_DIGEST in table.column_names
         digests = table.column(_ROW_DIGEST).to_pylist() if has_digests else [None] * table.num_rows
         if (table.schema.metadata or {}).get(_NUM_ROWS, number) != number:
-            raise ValueError(f"found {table.num_rows} rows, but the metadata states another number")
+            raise ValueError(
+                f"found {table.num_rows} rows, but the metadata states another number of rows"
+            )
         valid, damaged = {}, {}
         for file, record, images, digest in zip(*columns, digests, strict=True):
             row = PackedRecord(record, images, digest)
@@ -82,8 +84,7 @@ def write_rows(file: BinaryIO, root: Path, rows: Mapping[Path, PackedRecord]) ->
     Args:
         file: The Parquet file, open for writing.
         root: Folder of results.
-        rows: The rows, by the paths of the JSON files that they replace. These paths are below
-            `root`.
+        rows: The rows, by the paths below `root` of the JSON files that they replace.
     """
     names = [os.fsencode(path.relative_to(root).as_posix()) for path in rows]
     digests = [

@@ -42,7 +42,7 @@ class MetricRule:
     lists the names of all rules.
 
     Attributes:
-        shape: Shape of the values of one image. None stands for any length.
+        shape: Shape of the values of one image, with None for any length.
         value: Function that computes the metric from the values of several images.
         estimate: Function that also returns the data for the confidence interval of the metric.
     """
@@ -59,7 +59,7 @@ def _score_of_sums(
 
     Args:
         score: Function that computes the metric from the summed counts.
-        shape: Shape of the counts of one image. None stands for any length.
+        shape: Shape of the counts of one image, with None for any length.
         estimate: Function that computes the metric and the data for its confidence interval.
     """
     return MetricRule(
@@ -72,7 +72,7 @@ def _mean_of_scores(score: Callable[[Any], Any], shape: tuple[int | None, ...]) 
 
     Args:
         score: Function that computes the score of each image in percent from its values.
-        shape: Shape of the values of one image. None stands for any length.
+        shape: Shape of the values of one image, with None for any length.
     """
     return MetricRule(
         shape,
@@ -126,11 +126,11 @@ _KINDS_OF_OLD_METRICS = {
 
 
 def guess_kind(metric: str, per_image: PerImage) -> str:
-    """Guess the kind of per-image values, such as "hits", for an old record that does not state it.
+    """Guess the kind of per-image values, such as "hits", for an old record that lacks it.
 
-    The kind is the rule that computes the metric from the values. A record is the stored result of
-    one evaluation. Early versions stored percentages as floats, and hits as one integer for each
-    image. For other values, the name of the metric determines the kind.
+    The kind is the rule that computes the metric from the per-image values. A record is the stored
+    result of one evaluation. Early versions stored percentages as floats, and hits as one integer
+    for each image. For all other per-image values, the name of the metric determines the kind.
     """
     if per_image.dtype.kind == "f":
         return "percent"
@@ -144,8 +144,8 @@ def matches_record(per_image: PerImage, record: Record) -> bool:
     """Return whether per-image values match their record, which is a stored result.
 
     The metric that the values yield must equal the value in the record, up to rounding. The values
-    must also have the shape that `PerImageKind` describes. Pixel counts must be consistent. For
-    example, a class cannot have more correct pixels than predicted pixels.
+    must also have the shape that `PerImageKind` describes. Pixel counts with more correct pixels
+    than predicted pixels of a class, for example, are invalid.
     """
     rule = _RULES.get(record.per_image_kind or guess_kind(record.metric, per_image))
     shape = per_image.shape[1:]
@@ -177,10 +177,9 @@ class ImageCurve:
         metric: Name of the metric.
         per_image: Per-image values by block index.
         is_ranked: Whether a higher value of the metric is better.
-        kind: Kind of the values, one of `PerImageKind`. None if the stored results lack it.
-        degenerate: Percentage of images with an arbitrary (degenerate) result, by block index. Such
-            a result depends on rounding errors, for example. Blocks without a percentage are left
-            out.
+        kind: Kind of the values, one of `PerImageKind`, or None if the stored results lack it.
+        degenerate: Percentage of images with an arbitrary (degenerate) result, by block index.
+            Blocks with an unknown percentage are left out.
     """
 
     metric: str
@@ -224,7 +223,7 @@ class ImageCurve:
         must be in `candidates`.
 
         Returns:
-            The values of each image, taken from the block that was chosen for its fold. Also the
+            The values of each image, taken from the block that was chosen for its fold, and the
             index of the chosen block for each fold.
         """
         first = next(iter(self.per_image.values()))
@@ -257,7 +256,7 @@ class ImageCurve:
         """Metric at blocks that are chosen on held-out images, by cross-validation.
 
         The images are split into folds, and each fold is scored with the block that is best on the
-        other folds. If no block may be reported as best, this is the metric of the last block.
+        other folds. If no block may be reported as best, the metric of the last block is used.
         """
         return self._held_out[0]
 
@@ -265,7 +264,7 @@ class ImageCurve:
     def held_out_layers(self) -> tuple[int, ...]:
         """For each fold of images, the index of the block that is best on the other folds.
 
-        If no block may be reported as best, the only entry is the index of the last block.
+        If no block may be reported as best, the result only contains the index of the last block.
         """
         return self._held_out[1]
 
@@ -273,7 +272,8 @@ class ImageCurve:
     def held_out_degenerate_percent(self) -> float | None:
         """Percentage of degenerate images, averaged over the blocks that are chosen for the folds.
 
-        The result of a degenerate image is arbitrary. None if no percentage is stored.
+        The result of a degenerate image is arbitrary. The percentage is None if no record contains
+        it.
         """
         # The sizes of the folds differ by at most one image, so each fold has the same weight.
         percents = [self.degenerate[n] for n in self.held_out_layers if n in self.degenerate]
@@ -296,7 +296,7 @@ class ImageCurve:
 def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
     """Read the per-image values of one metric for each block of an encoder.
 
-    A block is left out if it has no per-image values, or if they do not match its record.
+    A block is left out if its per-image values are missing or do not match its record.
 
     Args:
         store: Folder of results.
@@ -316,11 +316,11 @@ def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 def check_values(store: ResultStore, records: Iterable[Record]) -> None:
     """Find per-image files that do not match their records, and add them to `damaged_files`.
 
-    Only older records are checked. Newer records contain a digest of the file, which is checked
-    whenever the file is read.
+    Only older records are checked. Newer records contain a digest of their per-image file, which is
+    checked whenever the file is read.
 
     Args:
-        store: Folder of results. Its attribute `damaged_files` lists the files.
+        store: Folder of results, whose attribute `damaged_files` lists the damaged files.
         records: Records (stored results) in this folder.
     """
     for record in records:
@@ -331,8 +331,9 @@ def check_values(store: ResultStore, records: Iterable[Record]) -> None:
 def load_matching_values(store: ResultStore, record: Record) -> PerImage | None:
     """Return the per-image values of a record, or None if they are missing or do not match it.
 
-    A record is the stored result of one evaluation. If the values do not match it, their path is
-    added to `store.damaged_files`, unless the metric in the record is undefined (NaN).
+    A record is the stored result of one evaluation. If the values do not match the record, the path
+    of their file is added to `store.damaged_files`, unless the metric in the record is undefined
+    (NaN).
     """
     per_image = store.load_per_image(record)
     if per_image is None or matches_record(per_image, record):

@@ -56,10 +56,10 @@ UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share", "degenerate
 """Metrics in percent for which a higher value is not better."""
 
 MAX_DEGENERATE_PERCENT = 50.0
-"""A block is never reported as best if the result of a larger percentage of images is arbitrary."""
+"""Maximum percentage of images with an arbitrary result for a block that is reported as best."""
 
 SUPERVISED = "supervised"
-"""Value of `Record.task` in the records of supervised pretraining. No probe has this name."""
+"""Value of `Record.task` for supervised pretraining. No probe has the name "supervised"."""
 
 ENCODER_FIELDS = ("checkpoint_sha256", "architecture", "mean", "std")
 """Fields of a record (a stored result) that identify its encoder."""
@@ -103,7 +103,7 @@ class RecordedCorruption:
         name: Name of the corruption.
         severity: Severity from 1 (mild) to 5 (strong).
         dataset: Name of the images before the corruption.
-        fingerprint: Digest that identifies these images and their annotations.
+        fingerprint: Digest that identifies the images before the corruption, and their annotations.
     """
 
     name: str
@@ -162,8 +162,8 @@ def is_degenerate(percent: float | None) -> bool:
     """Return whether a block has too many degenerate images to be reported as best.
 
     Args:
-        percent: Percentage of degenerate images, whose result is arbitrary, for example because
-            rounding errors decide it. None if unknown.
+        percent: Percentage of degenerate images, or None if it is unknown. The result of a
+            degenerate image is arbitrary, for example because it depends on rounding errors.
     """
     return percent is not None and percent > MAX_DEGENERATE_PERCENT
 
@@ -174,8 +174,8 @@ def block_stride(architecture: Mapping[str, Any], layer: int) -> int | None:
     Return None if all blocks have the same stride, as in a ViT, or if the strides are unknown.
 
     Args:
-        architecture: Description of an encoder, from the field `architecture` of `ResultKey`. Its
-            entry "strides" lists the stride of each block.
+        architecture: Description of an encoder, from the field `architecture` of `ResultKey`. The
+            entry "strides" of this description lists the stride of each block.
         layer: Block index, 0-based.
     """
     strides = architecture.get("strides")
@@ -201,8 +201,8 @@ class ResultKey:
         metric: Name of the metric, such as "corloc".
         checkpoint_sha256: SHA-256 of the weights.
         architecture: Description of the encoder's forward pass without the weights.
-        mean: Mean of each RGB channel, for values in [0, 1]. It is subtracted from the images.
-        std: Standard deviation of each RGB channel. The images are divided by it.
+        mean: Mean of each RGB channel, for values in [0, 1], which is subtracted from the images.
+        std: Standard deviation of each RGB channel, by which the images are divided.
         dataset_fingerprint: Digest that identifies the scored images and their annotations.
         seed: Random seed of the probe.
         settings: Settings of the probe. The entries `TRAINING_IMAGES_KEY` and `CORRUPTION_KEY`
@@ -251,7 +251,7 @@ class ResultKey:
     def relative_path(self) -> tuple[str, str, str]:
         """Return the path of the result's JSON file below the folder `records`.
 
-        It consists of two folders and the file name: task, dataset, file.
+        The path consists of the task, the dataset and the name of the file.
 
         Raises:
             DataError: A name cannot be part of a file name.
@@ -285,8 +285,8 @@ class Record(ResultKey):
 
     Attributes:
         depth: Number of blocks of the encoder.
-        value: Value of the metric in `unit`. It is NaN if the metric is undefined. It can be
-            infinite, for example for a singular matrix.
+        value: Value of the metric in `unit`. The value is NaN if the metric is undefined, and can
+            be infinite, for example for a singular matrix.
         ci95: 95 % confidence interval over images, or None if the metric has no interval.
         num_images: Number of scored images.
         model: Name of the encoder in tables.
@@ -303,8 +303,8 @@ class Record(ResultKey):
         per_image_kind: Kind of the per-image values, one of `PerImageKind`, or None without such
             values.
         per_image_sha256: Digest of the file of per-image values, or None if there is no such file.
-        record_sha256: Digest of all other fields in the record's file. It is stored in this file
-            and verified when the file is read.
+        record_sha256: Digest of all other fields in the record's file. The digest is stored in the
+            same file, and verified when the file is read.
 
     The last three fields are None if an older version wrote the record.
     """
@@ -331,7 +331,7 @@ class Record(ResultKey):
     def is_ranked(self) -> bool:
         """Whether a higher value of the metric is better.
 
-        This holds for percentages, except for those in `UNRANKED_METRICS`.
+        A higher value is better for all percentages except those in `UNRANKED_METRICS`.
         """
         return self.unit == "%" and self.metric not in UNRANKED_METRICS
 
@@ -339,7 +339,8 @@ class Record(ResultKey):
     def degenerate_percent(self) -> float | None:
         """Percentage of degenerate images, whose result is arbitrary.
 
-        Rounding errors may decide such a result. None if the task does not count such images.
+        Arbitrary results may depend on rounding errors. The percentage is None if the task does not
+        count degenerate images.
         """
         return self.details.get("degenerate_percent")
 
@@ -347,7 +348,7 @@ class Record(ResultKey):
     def stride(self) -> int | None:
         """The distance between neighbouring tokens of the block in pixels.
 
-        None if all blocks of the encoder have the same stride, as in a ViT.
+        The stride is None if all blocks of the encoder have the same stride, as in a ViT.
         """
         return block_stride(self.architecture, self.layer)
 
@@ -407,8 +408,8 @@ def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -
 
     Args:
         key: All fields that affect the value of the result.
-        json_texts: JSON texts of some fields by name, if the caller already has them. They must be
-            results of `canonical_json`. All other fields are converted by this function.
+        json_texts: Results of `canonical_json` for some fields by name, so that these fields need
+            not be converted again.
     """
     texts = json_texts or {}
     items = (
@@ -487,7 +488,7 @@ def _file_text(content: Mapping[str, Any]) -> bytes:
 def _require_digest(content: bytes, expected: str) -> None:
     """Raise ValueError if the content of a record's JSON file does not match the expected digest.
 
-    A different layout of white space is accepted.
+    Differences in white space are accepted.
     """
     # First check the file as it is, which is fast. If the digest differs, perhaps only the white
     # space has changed, so restore the white space and check again.
@@ -500,8 +501,8 @@ def _require_digest(content: bytes, expected: str) -> None:
 class RecordReader:
     """Parser of JSON files that contain a record, which is a stored result.
 
-    If several records have equal settings, they share one settings object to save memory. The same
-    holds for some other fields.
+    If several records have equal settings, they share one settings object to save memory. Records
+    also share equal values of some other fields.
 
     Attributes:
         checked_folders: Folders that were already checked for symbolic links, which the store does
@@ -518,9 +519,8 @@ class RecordReader:
         """Parse and check the content of a JSON file that contains a record (a stored result).
 
         Args:
-            content: The content.
-            path: Path of the file. If the record is stored in `records.parquet`, this is the path
-                of the JSON file that it replaces.
+            content: Content of the JSON file.
+            path: Path of the JSON file, even if a row of `records.parquet` replaces the file.
 
         Raises:
             ValueError, TypeError, KeyError, OverflowError, RecursionError: The content is not a
@@ -564,12 +564,13 @@ def find_encoder(
 ) -> RecordedEncoder | None:
     """Return the encoder of a record (a stored result) without parsing its whole JSON file.
 
-    This is only possible for files that `text_with_digest` has written. In these files, each field
-    is on a line that starts with one space. For other files, the result is None.
+    The result is None unless `text_with_digest` has written the file. In files of
+    `text_with_digest`, each field is on a line that starts with one space.
 
     Args:
         content: Content of the JSON file.
-        by_fields: Cache of encoders by the JSON text of their fields. A new encoder is added to it.
+        by_fields: Cache of encoders by the JSON text of their fields, to which new encoders are
+            added.
     """
     texts, end = list[bytes](), 0
     for name in _SCANNED_FIELDS:
@@ -604,7 +605,7 @@ def _require_possible_values(record: Record) -> None:
     fields.
 
     Raises:
-        TypeError, ValueError: The record contains such a value.
+        TypeError, ValueError: The record contains an impossible value.
     """
     # Reading these properties raises a TypeError if the settings have unexpected fields.
     _ = record.trained_on, record.corruption
@@ -615,7 +616,9 @@ def _require_possible_values(record: Record) -> None:
     if baseline is not None:
         has_known_names = isinstance(baseline, dict) and set(baseline) == {"answer", "value"}
         if not has_known_names or type(baseline["answer"]) is not str:
-            raise TypeError(f"details.baseline is {baseline!r}, expected an answer and a value")
+            raise TypeError(
+                f"details.baseline is {baseline!r}, expected a text 'answer' and a 'value'"
+            )
         percentages["details.baseline"] = baseline["value"]
     for name, value in percentages.items():
         if value is None:
@@ -695,7 +698,7 @@ def describe_reading_error(error: Exception) -> str:
 def numeric_digest(key: ResultKey) -> str:
     """Return the digest of a result's key, with settings such as 1.0 converted to 1.
 
-    Keys that only differ in such number types therefore have the same digest.
+    Keys that only differ in number types (1 and 1.0) therefore have the same digest.
     """
     return result_digest(key, {"settings": _numeric_text(key.settings)})
 
@@ -703,8 +706,8 @@ def numeric_digest(key: ResultKey) -> str:
 def unify_settings(records: Sequence[Record]) -> list[Record]:
     """Return records, with settings made equal if they only differ in number types (1 and 1.0).
 
-    A number becomes a float if it is a float in any of the records. If several records then have
-    the same key, only the latest one is returned.
+    A number becomes a float if at least one of the records stores it as a float. Of several records
+    with the same key, only the latest one is returned.
 
     Args:
         records: Stored results, perhaps from several versions of the suite.
@@ -737,7 +740,7 @@ def unify_settings(records: Sequence[Record]) -> list[Record]:
 def replace_settings(record: Record, **settings: Any) -> Record:
     """Return a copy of a record (a stored result) with other values of some fields.
 
-    The copy keeps the digest of the original record, because the name of the file contains it.
+    The copy keeps the digest of the original record, because the file name contains this digest.
 
     Args:
         record: The record.
@@ -764,7 +767,7 @@ def _floats_as_integers(value: Any) -> Any:
 def _prefer_floats(first: Any, second: Any) -> Any:
     """Merge two nested mappings or lists that are equal except for number types (1 and 1.0).
 
-    In the result, a number is a float if it is a float in at least one of them.
+    A number in the result is a float if at least one of the two inputs has a float.
     """
     if isinstance(first, Mapping):
         return {name: _prefer_floats(item, second[name]) for name, item in first.items()}

@@ -2,11 +2,12 @@
 
 A folder of results contains:
 
-- `records/TASK/DATASET/*.json`: one record in each file. Its per-image values are in the `.npz`
-  file with the same stem.
+- `records/TASK/DATASET/*.json`: one record in each file. The per-image values of a record are in
+  the `.npz` file with the same stem.
 - `images/*.json`: the ids of a set of scored images, in the order of the per-image values.
 - `records.parquet`: a file that `ResultStore.pack` writes. Each row has the content of one JSON
-  file and of its `.npz` file. If the JSON file still exists, it is used instead of the row.
+  file and of its `.npz` file. If a JSON file still exists, it is used instead of the row for this
+  file.
 
 Files are written atomically. To detect changes and losses, each record contains a digest of itself
 and of its `.npz` file. Each row of the Parquet file contains a digest of its content, and the file
@@ -83,8 +84,8 @@ class ResultStore:
 
     Attributes:
         root: Path of the folder.
-        num_records: Number of records that the last call of `records` or `encoders` found. It
-            includes unreadable and outdated records.
+        num_records: Number of records, including unreadable and outdated records, that the last
+            call of `records` or `encoders` found.
         unreadable: Paths of invalid records, each with the reason why the record is invalid.
         outdated: Records of older versions of the code, which the last call of `records` left out.
         damaged_files: `.npz` files of per-image values that do not match their records.
@@ -151,7 +152,7 @@ class ResultStore:
     def _find_path(self, key: ResultKey) -> Path | None:
         """Return the path of the JSON file that stores a result, or None if none is stored.
 
-        If the result is stored in `records.parquet`, this is the path of the JSON file that its row
+        If the result is stored in `records.parquet`, return the path of the JSON file that its row
         replaces. A result from before version 0.2 is also found if a number in its settings was
         stored as 1 instead of 1.0.
         """
@@ -166,8 +167,7 @@ class ResultStore:
     def _list_by_digest(self, folder: Path, checkpoint_sha256: str) -> dict[str, Path]:
         """Return the paths of all records (stored results) of an encoder in a folder.
 
-        The key of a path is the `numeric_digest` of its record, which does not distinguish 1 and
-        1.0.
+        The keys of the dictionary come from `numeric_digest`, which does not distinguish 1 and 1.0.
         """
         reader, paths = RecordReader(), {}
         packed = (path for path in self._packed() if path.parent == folder)
@@ -186,8 +186,8 @@ class ResultStore:
         """Return the keys of stored results that older versions of the code computed.
 
         Args:
-            keys: Keys of the newest version. A stored result is returned if its key differs from
-                one of them only in version numbers.
+            keys: Keys of the newest version. A stored key is returned if it differs from one of
+                `keys` only in version numbers.
         """
         return [
             older
@@ -311,7 +311,7 @@ class ResultStore:
         """Return the encoders that have results, each with the paths of its records.
 
         A record is the stored result of one evaluation. This method is much faster than `records`,
-        because it parses few files. The files that it finds to be invalid are added to
+        because only a few files are parsed completely. Parsed files that are invalid are added to
         `unreadable`.
 
         Raises:
@@ -378,8 +378,8 @@ class ResultStore:
     def _leave_out_outdated(self, records: Sequence[Record]) -> list[Record]:
         """Return the records (stored results) that the newest version of the code computed.
 
-        All other records are stored in `outdated`. Tables therefore never mix versions, even if
-        records come from several machines.
+        Records of older versions are stored in `outdated`. Tables therefore never mix versions,
+        even if records come from several machines.
 
         Raises:
             DataError: All records are outdated.
@@ -541,7 +541,7 @@ class ResultStore:
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
         """Read the record (stored result) at a path.
 
-        If it is invalid, return None and add its path to `unreadable`.
+        If the record is invalid, return None and add its path to `unreadable`.
         """
         reader = reader or RecordReader()
         try:
@@ -639,10 +639,10 @@ def _parse_image_ids(content: bytes) -> tuple[str, ...]:
 
 
 def _training_run_error(folder: Path) -> DataError | None:
-    """Return an error if a folder is a pretraining run instead of a folder of results, else None.
+    """Return the error for a folder that is a pretraining run, or None for any other folder.
 
-    The message contains the loss in the last row of the training log. It also contains values that
-    only the last row has, such as a validation accuracy.
+    The message contains the loss in the last row of the training log. The message also contains
+    values that only the last row has, such as a validation accuracy.
     """
     log = folder / "log.jsonl"
     try:

@@ -1,6 +1,6 @@
 """Version numbers of the code that computes results.
 
-A result is outdated if code with a lower version number computed it.
+A result is outdated if it has a lower version number than the newest code or result.
 """
 
 import re
@@ -14,7 +14,8 @@ from ssl_bench.system.files import PACKAGE_FOLDER
 PIPELINE_VERSION = 1
 """Version of image decoding, transforms and feature extraction, which all probes share.
 
-Increase this number if a change of this code changes results. All results are then recomputed.
+Increase this number after a change of the shared code that changes results. A new number makes all
+stored results outdated.
 """
 
 _CLASS_LITERAL = r"^class {name}\b.*?(?:^class |^    metric_version\b[^=\n]*= *(\d+)$|\Z)"
@@ -24,7 +25,7 @@ _CLASS_LITERAL = r"^class {name}\b.*?(?:^class |^    metric_version\b[^=\n]*= *(
 def metric_version(task: str) -> int:
     """Return `Probe.metric_version` of a task: the version of the code that computes its metrics.
 
-    The number is read from the source file of the probe. Importing the probe would also import
+    The version is read from the source code of the probe. Importing the probe would also import
     PyTorch, but `ssl-bench table` must start fast. The result is 1 for tasks of other packages, and
     for probes that do not state a version.
     """

@@ -222,7 +222,7 @@ def test_all_tasks_that_fit_a_folder_run_in_one_call(tmp_path, capsys):
         picture(number, 48, 64).save(photos / f"{number}.png")
 
     given: dict[str, Any] = {"task": "all", "dataset": "folder", "data_root": photos}
-    with pytest.raises(ConfigurationError, match=r"^no task fits Own: .*layers"):
+    with pytest.raises(ConfigurationError, match=r"^no requested task supports Own: .*layers"):
         ssl_bench.probe(own_module.own(), layer="9", out=tmp_path / "none", **given)
 
     found = ssl_bench.probe(own_module.own(), layer="1", out=tmp_path / "results", **given)
@@ -845,8 +845,8 @@ PIXELS = np.zeros((8, 8, 3), np.uint8)
         ([torch.rand(1, 3, 8, 8)], "got 1 x 3 x 8 x 8"),
         (PIXELS, "list of images"),
         ("photograph.jpg", "list of images"),
-        ([PIXELS / 255], "got 8 x 8 x 3 of float64"),
-        ([PIXELS[..., 0]], "got 8 x 8 of uint8"),
+        ([PIXELS / 255], "got an array of 8 x 8 x 3 with dtype float64"),
+        ([PIXELS[..., 0]], "got an array of 8 x 8 with dtype uint8"),
     ],
 )
 def test_images_of_a_wrong_shape_type_or_range_are_refused(images, named):
