@@ -107,8 +107,9 @@ def probe_page(root: Path, task: str) -> str:
     return f"""\
 {text}{heading}
 {_table({task: one}, COLUMNS[1:])}
-One CPU core scored all {one["blocks"]} blocks of `demo:skip` with this command. The page about
-[time and memory](../how_to/estimate.md) has other encoders and GPUs.
+The table shows the cost of the command below on one CPU core. The command scores all {one["blocks"]}
+blocks of `demo:skip`. The page about [time and memory](../how_to/estimate.md) covers other encoders
+and GPUs.
 
 ```text
 {command}
@@ -132,12 +133,13 @@ The forward pass takes most of the time with larger encoders:
 |---|---:|
 {encoders}
 
-All 12 blocks of `demo:skip`, a ViT with {measured["encoder"]}, without start-up:
+The next table lists the cost of all 12 blocks of `demo:skip`, a ViT with
+{measured["encoder"]}. The time of starting the command is not included:
 
 {_table(measured["tasks"], COLUMNS)}
-Tasks that photographs of VOC 2012 have no annotations for used generated images. An image of
-`tracking` is a video of 12 frames. The commands are on the pages of the probes. Processor time
-on {measured["hardware"]} at commit `{measured["commit"][:8]}`.
+If VOC 2012 has no annotations for a task, the task was measured on generated images. An image of
+`tracking` is a video of 12 frames. The page of each probe shows its command. All times are
+processor times on {measured["hardware"]} at commit `{measured["commit"][:8]}`.
 """
 
 

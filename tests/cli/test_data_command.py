@@ -291,7 +291,7 @@ def test_folders_of_the_user_are_checked_with_overrides(tmp_path, capsys):
     assert main([*words, *keys]) == 0
     assert "3 images, sample of 3 read: ok" in capsys.readouterr().out
     assert main([*words, *keys, "dataset.numbers=[0,1]"]) == 3
-    assert "label 8" in capsys.readouterr().err
+    assert "the number 8" in capsys.readouterr().err
 
 
 def test_generated_scenes_need_no_folder(tmp_path, monkeypatch, capsys):
