@@ -107,8 +107,8 @@ def probe_page(root: Path, task: str) -> str:
     return f"""\
 {text}{heading}
 {_table({task: one}, COLUMNS[1:])}
-The table shows the cost of the command below on one CPU core. The command scores all {one["blocks"]}
-blocks of `demo:skip`. The page about [time and memory](../how_to/estimate.md) covers other encoders
+The table shows the cost of the command below on one CPU core. The command scores all
+{one["blocks"]} blocks of `demo:skip`. The page about [time and memory](../how_to/estimate.md) covers other encoders
 and GPUs.
 
 ```text
