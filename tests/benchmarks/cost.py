@@ -108,8 +108,8 @@ def probe_page(root: Path, task: str) -> str:
 {text}{heading}
 {_table({task: one}, COLUMNS[1:])}
 The table shows the cost of the command below on one CPU core. The command scores all
-{one["blocks"]} blocks of `demo:skip`. The page about [time and memory](../how_to/estimate.md) covers other encoders
-and GPUs.
+{one["blocks"]} blocks of `demo:skip`. The page about [time and memory](../how_to/estimate.md)
+covers other encoders and GPUs.
 
 ```text
 {command}
