@@ -405,8 +405,8 @@ def interval_warnings(table: Table, images: int) -> list[str]:
 def image_intervals(table: Table) -> dict[str, Interval | None]:
     """Return the 95 % confidence intervals of "ami" and "ari" for clustered images.
 
-    Metrics other than "ami" and "ari" have no interval, because few images bias them strongly.
-    Intervals of these metrics would not contain the score of infinitely many images.
+    Other metrics have no interval, because a small number of images biases them strongly. Their
+    intervals would not contain the score of infinitely many images.
     """
     cells = np.argwhere(table)
     repeats = table[tuple(cells.T)]

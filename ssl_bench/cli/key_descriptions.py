@@ -153,7 +153,7 @@ def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list
 def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
     """Return lines such as "train.seed=0  a whole number in [0, 4294967295]: random seed".
 
-    `parents` contains the keys to describe, and is empty to describe all keys.
+    `parents` contains groups of keys, such as "train", or is empty to describe all keys.
     """
     keys = list_described_keys(config, parents)
     assignments = [f"{key.name}={key.default}" for key in keys]
@@ -211,7 +211,7 @@ def _find_meaning(key: str) -> str:
 def _find_selected_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str, str] | None:
     """Return the group (config folder) and the name of the config file that a key selects.
 
-    Return None if the key sets an ordinary value, such as a number.
+    Return None if the key selects no file, but sets a value such as a number.
 
     Args:
         config: The nested configuration.

@@ -181,7 +181,7 @@ def column_names(records: Sequence[Record]) -> list[str]:
 
 
 def _extend_equal_names(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
-    """Append words to those column names that are not unique, and return all names.
+    """Make column names unique by appending words, and return all names.
 
     A name is a list of words. For each column, `words` contains the words that may be appended.
     Words are appended only if they distinguish columns with the same name.

@@ -379,7 +379,7 @@ def group_and_average(records: Iterable[Record], key: Callable[[Record], K]) -> 
 
 
 def show_seed_counts(entries: Mapping[K, ScoreEntry]) -> dict[K, ScoreEntry]:
-    """Return copies of table entries, which state their number of seeds if these numbers differ."""
+    """Return table entries that state their numbers of seeds, unless all numbers are equal."""
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 

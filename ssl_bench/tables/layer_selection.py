@@ -178,7 +178,7 @@ def blocks_text(entry: ScoreEntry) -> str:
 def show_seed_counts_by_column(
     entries: Mapping[tuple[str, str], ScoreEntry],
 ) -> dict[tuple[str, str], ScoreEntry]:
-    """Return copies of table entries, which state their number of seeds if it differs in a column.
+    """Return table entries that state their numbers of seeds, unless equal within the column.
 
     The keys of `entries` are pairs (row, column).
     """

@@ -199,7 +199,7 @@ def _load_photograph(photograph: Photograph, split: str) -> Float32[np.ndarray, 
     package = find_spec(photograph.package)
     if package is None or not package.submodule_search_locations:
         raise MachineError(
-            f"the toy datasets use photographs of the package {photograph.package}. Install it"
+            f"the toy datasets use photographs from the package {photograph.package}. Install it"
         )
     path = Path(package.submodule_search_locations[0]) / photograph.file
     if not path.is_file():

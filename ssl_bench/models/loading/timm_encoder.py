@@ -537,8 +537,8 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
     """Raise CheckpointError if a tensor of the model was not loaded from the file.
 
     If the file has a tensor of the same name, both tensors must be equal. timm may have renamed,
-    joined or split the tensors of all other names. Each number in such a tensor must be zero or
-    occur somewhere in the file.
+    joined or split the other tensors. Each number in such a tensor must be zero, or equal to any
+    number in the file.
 
     Args:
         model: The timm model after loading.
