@@ -90,8 +90,9 @@ def test_the_parent_folder_or_a_partial_list_is_accepted(root, tmp_path):
 def test_incomplete_annotations_are_refused(root, dataset):
     path = root / "annotations/instances_train2014.json"
     whole = path.read_text()
-    # A missing image, a cut file, a repeated id, and a list of image ids.
+    # A missing image, a cut file, a repeated id, a list of image ids, and invalid coordinates.
     for old, new in (
+        *(("[1.4, ", f"[{number}, ") for number in ("NaN", "1e999", "2147483648", "true", '"1"')),
         *(('{"id": 12}, ', ""), ('"iscrowd": 0}]}', "")),
         *(('"id": 5', '"id": 2'), ('"image_id": 9', '"image_id": [9]')),
     ):

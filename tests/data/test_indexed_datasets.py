@@ -123,7 +123,7 @@ def test_the_first_item_determines_the_kind_of_targets():
     assert bools.list_sequences()["val"].annotations == {"mask"}
     plain = open_sets(images=[picture(0)])
     assert not plain.list_sequences()["images"].annotations
-    assert plain.supports == {"discovery", "images"}
+    assert plain.supports == open_sets(val=[picture(0)]).supports == {"discovery", "images"}
     unlabelled = open_sets(images=Items(0, 4))
     assert unlabelled.supports == {"classification", "discovery", "images"}
     assert unlabelled.images()[0].label is unlabelled.discovery()[0].boxes is None
