@@ -16,7 +16,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.models.loading import addresses, hub
-from ssl_bench.models.loading.addresses import DEMO_NAMES, add_baselines
+from ssl_bench.models.loading.addresses import DEMO_NAMES, add_baselines, expand_addresses
 from ssl_bench.models.loading.checkpoint import normalization_metadata
 from tests.benchmarks.evidence.rows import demo_of
 from tests.benchmarks.generated import EVIDENCE_FILE, ROOT
@@ -153,6 +153,21 @@ def test_a_misspelled_file_is_suggested_with_its_folder(tmp_path):
         load_encoder(str(path.with_name("encodr.safetensors")))
 
     assert caught.value.hint == ("--checkpoint", str(path))
+
+
+def test_a_pattern_matches_weights_files_of_every_format_and_no_others(tmp_path):
+    names = ("a.bin", "b.onnx", "c.pt", "d.pth", "e.safetensors")
+    for name in (*names, "notes.txt", "e.safetensors.sha256", "f.py"):
+        (tmp_path / name).touch()
+    assert expand_addresses([f"{tmp_path}/*"]) == [str(tmp_path / name) for name in names]
+
+
+def test_an_encoder_has_the_name_of_the_folder_to_which_a_link_leads(tmp_path, monkeypatch):
+    encoder_file(tmp_path / "skip/last.safetensors")
+    (tmp_path / "latest").symlink_to("skip")
+    monkeypatch.chdir(tmp_path / "skip")
+    for address in (".", "../latest", "last.safetensors"):
+        assert load_encoder(address).name == identify_encoder(address).name == "skip"
 
 
 def test_a_mean_that_the_file_states_cannot_be_replaced(tmp_path):
