@@ -471,6 +471,12 @@ def test_boxes_of_a_table_need_a_stated_format():
     others = open_sets(PythonDataset(box_format="xyxy"), images=table).discovery()
     np.testing.assert_array_equal(others[0].boxes, [[8, 8, 16, 16]])
     assert others.fingerprint() != dataset.discovery().fingerprint()
+    # Boxes without width are valid only in the format of COCO.
+    flat = table_of(columns, objects=lambda _: [{"bbox": [8, 8, 0, 16]}])
+    sample = open_sets(PythonDataset(box_format="xywh"), images=flat).discovery()[0]
+    np.testing.assert_array_equal(sample.boxes, [[8, 8, 8, 24]])
+    with pytest.raises(DataError):
+        open_sets(PythonDataset(box_format="xyxy"), images=flat).discovery()
 
 
 @pytest.mark.parametrize("has_boxes", [True, False])
@@ -524,6 +530,10 @@ def test_a_column_of_integers_named_label_is_the_label(dtype):
     table = table_of({"labels": datasets.Value(dtype)}, labels=lambda n: n % 2)
 
     assert [open_sets(val=table).val()[n].label for n in range(3)] == [0, 1, 0]
+    other = table_of({"labels": datasets.Value(dtype)}, labels=lambda n: (n + 1) % 2)
+    sets = [open_sets(val=one).val() for one in (table, other)]
+    assert image_digests(sets[0]) == image_digests(sets[1])
+    assert sets[0].fingerprint() != sets[1].fingerprint()
     for kind in ("mask", "box"):
         options = PythonDataset(**{f"{kind}_column": "labels"})
         with pytest.raises(ConfigurationError, match=f"dataset.{kind}_column .*, got labels$"):

@@ -55,6 +55,9 @@ def test_colour_features_are_patch_pixels_in_every_facet():
         assert features[facet].shape == (2, 2, 3, 12)
         torch.testing.assert_close(features[facet][1, 1, 2], pixels)
     torch.testing.assert_close(features["cls"], features["token"].flatten(1, 2).mean(1))
+    # The native size is the multiple of the patch size that is nearest to 224.
+    sides = {size: load_encoder(f"colours:{size}").native_size for size in (15, 16, 100, 256)}
+    assert sides == {15: (225, 225), 16: (224, 224), 100: (200, 200), 256: (256, 256)}
     for size in ("0", "x", "257", "²"):
         with pytest.raises(CheckpointError) as raised:
             load_encoder(f"colours:{size}")

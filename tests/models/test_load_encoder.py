@@ -2,9 +2,11 @@
 
 import math
 import os
+import re
 import runpy
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -156,11 +158,31 @@ def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):
         ("weights.safetensors", LFS_POINTER, "git lfs pull"),
         ("weights.onnx", LFS_POINTER, "git lfs pull"),
         ("model-00001-of-00002.safetensors", b"anything", "one of several files"),
+        ("weights.pth", b"epoch 1: loss 0.5", "begins with text"),
     ],
 )
 def test_a_file_that_contains_no_weights_is_recognised(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
     assert problem in get_load_error(tmp_path / name)
+
+
+class Call:
+    """Value that calls a function when it is unpickled."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
+
+    def __reduce__(self):
+        return self.function, ()
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [(torch.distributed.get_rank, r"one process.*full state_dict\(\)"), (os.getpid, "run code")],
+)
+def test_a_file_that_calls_functions_is_refused_with_advice(tmp_path, function, advice):
+    torch.save({"blocks.0.attn.qkv.weight": Call(function)}, tmp_path / "weights.pth")
+    assert re.search(advice, get_load_error(tmp_path / "weights.pth"))
 
 
 OTHER_ARCHIVES = {
