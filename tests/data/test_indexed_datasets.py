@@ -253,6 +253,9 @@ def test_the_identity_is_that_of_the_content():
         fingerprint(names=["a", "b", "c"]),
     ]
     assert len({fingerprint(), *others}) == 5
+    masks = Items(0, 2, target=mask)
+    options = [PythonDataset(class_names=["a", "b"], numbers=two) for two in ([0, 1], [1, 0])]
+    assert len({open_sets(one, val=masks).val().fingerprint() for one in options}) == 2
 
 
 @pytest.mark.parametrize(
