@@ -197,6 +197,10 @@ def test_gray_images_of_every_type_have_three_equal_channels(image):
         (Items(0, 2, image=lambda image: np.asarray(image) / 255), DataError),
         (Items(0, 2, target=lambda _: "cat"), DataError),
         (Items(0, 2, target=lambda _: Image.new("RGB", (40, 32))), DataError),
+        (
+            Items(0, 2, target=lambda _: tv_boxes(BOXES, format="CXCYWH", canvas_size=(9, 9))),
+            DataError,
+        ),
         (Items(0, 0), DataError),
         ([(picture(0), 1, 2)], DataError),
         (iter([]), ConfigurationError),
@@ -205,8 +209,9 @@ def test_gray_images_of_every_type_have_three_equal_channels(image):
     ],
 )
 def test_unsupported_content_is_refused(dataset, kind):
-    with pytest.raises(kind):
+    with pytest.raises(kind) as raised:
         open_sets(val=dataset).val()
+    assert not isinstance(raised.value, UnreadableImageError)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,11 @@ def test_errors_for_misspelt_files_name_the_similar_file(saved):
         with pytest.raises(CheckpointError) as caught:
             load_encoder(str(saved.with_name(name)))
         assert caught.value.hint == ("--checkpoint", str(saved.with_name(meant)))
+    own = saved.with_name("own.py")
+    own.touch()
+    with pytest.raises(CheckpointError) as caught:
+        load_encoder(str(own))
+    assert caught.value.hint == ("--checkpoint", f"{own}:{{name}}")
 
 
 def test_the_newest_checkpoint_is_no_stored_epoch(saved, capsys):
