@@ -138,6 +138,21 @@ def test_errors_for_misspelt_files_name_the_similar_file(saved):
     assert caught.value.hint == ("--checkpoint", f"{own}:{{name}}")
 
 
+def test_a_name_without_its_scheme_is_completed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
+    for name, address in {
+        "mine:encoder": "mine.py:encoder",
+        "dino_vits16": "torchhub:facebookresearch/dino:dino_vits16",
+        "facebook/dinov2-small": "hf-hub:facebook/dinov2-small",
+        "vit_small_patch16_224.dino": "timm:vit_small_patch16_224.dino",
+        "vit_small_patch16_224": "timm:vit_small_patch16_224.{tag}",
+    }.items():
+        with pytest.raises(CheckpointError) as caught:
+            load_encoder(name)
+        assert caught.value.hint == ("--checkpoint", address)
+
+
 def test_the_newest_checkpoint_is_no_stored_epoch(saved, capsys):
     runs = saved.parents[1]
     for name, age in (("z/last", 9), ("run/epoch0001", 0)):
