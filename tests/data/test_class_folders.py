@@ -167,3 +167,13 @@ def test_pictures_are_found_at_any_depth_and_through_links(tmp_path):
     assert images[5].image[0, 0, 0] == 1
     sample = dataset.discovery()[3]
     assert (sample.image.shape, sample.boxes) == ((2, 3, 3), None)
+
+
+def test_an_archive_is_refused_with_its_command_and_a_folder_of_this_name_is_read(tmp_path):
+    for name, command in (("a.zip", "unzip"), ("B.ZIP", "unzip"), ("c.tar.gz", "tar -xf")):
+        path = tmp_path / name
+        path.touch()
+        with pytest.raises(DataError, match=f"{command} {path}$"):
+            ImageFolder(path).images()
+        path.unlink()
+        assert len(ImageFolder(save_images(path, "0.png")).images()) == 1

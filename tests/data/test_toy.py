@@ -165,6 +165,8 @@ def test_scenes_are_written_once_in_the_cache_folder(tmp_path, monkeypatch):
         patched.setattr(Painter, "paint_scene", lambda *_: pytest.fail("drawn again"))
         assert first.val().fingerprint() == fingerprint
 
+    scene = Painter("val", 0).paint_scene(0)
+    monkeypatch.setattr(Painter, "paint_scene", lambda *_: scene)
     other = {"num_train": 2}, {"num_val": 2}, {"seed": 1}
     sets = [Toy(**{"num_train": 1, "num_val": 1, **changes}) for changes in other]
     assert [(len(one.train()), len(one.val())) for one in sets] == [(2, 1), (1, 2), (1, 1)]
