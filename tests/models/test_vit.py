@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+import yaml
 
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, split_alternatives
@@ -60,6 +61,7 @@ def test_options_of_initialisers_can_be_overridden_and_reset():
     [
         ({"dim": 50, "num_heads": 4}, ["model.dim=48", "model.dim=52"]),
         ({"image_size": 100}, ["model.image_size=96", "model.image_size=112"]),
+        ({"image_size": 8}, ["model.image_size=16"]),
         ({"skip_mlp": "yes"}, []),
         ({"position_embedding": "sinusoidal", "dim": 54}, ["model.dim=60"]),
         ({"drop_path": 1.0}, []),
@@ -95,12 +97,17 @@ def test_options_of_initialisers_can_be_overridden_and_reset():
 )
 def test_a_wrong_configuration_is_refused_with_a_hint(wrong, ways):
     values = dict(wrong)
+    kind = values.pop("kind", "vit")
     with unchecked_types(), pytest.raises(ConfigurationError) as raised:
-        config_from_dict(values.pop("kind", "vit"), values)
+        config_from_dict(kind, values)
     assert "\n" not in str(raised.value)
     hints = [" ".join(words) for words in split_alternatives(raised.value.hint)]
     assert set(ways) <= set(hints)
     assert bool(ways) == bool(hints)
+    for hint in hints:
+        key, _, value = hint.removeprefix("model.").partition("=")
+        if "{" not in value:
+            config_from_dict(kind, {**values, key: yaml.safe_load(value)})
 
 
 def test_unsupported_inputs_of_layers_are_refused():
