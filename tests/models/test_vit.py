@@ -12,6 +12,7 @@ from ssl_bench.errors import ConfigurationError, split_alternatives
 from ssl_bench.models import OrthogonalAttention, VisionTransformer, ViTConfig, build_vit
 from ssl_bench.models.config import config_from_dict
 from ssl_bench.models.encoder import describe_config
+from ssl_bench.models.initialisers import fill_options
 from ssl_bench.models.vit import Attention, Block, resize_positions, sinusoidal_positions
 from tests.support.faults import unchecked_types
 
@@ -54,6 +55,8 @@ def test_options_of_initialisers_can_be_overridden_and_reset():
     config = compose_model("model=vit_tiny_skipless", "model.init_options.alpha=2", "model.depth=3")
     assert (config.init_options, config.depth) == ({"alpha": 2}, 3)
     assert compose_model("model=vit_tiny_skipless", "model.init=default").init_options == {}
+    filled = fill_options("covariance", {"sigma_0": None, "v_sigma": 0.5})
+    assert filled == {"sigma_0": 0.08, "v_sigma": 0.5, "a_sigma": 2.9}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,7 @@ def test_options_of_initialisers_can_be_overridden_and_reset():
         # The width is positive in the first and the last block, but not in the blocks between.
         (COVARIANCE | {"init_options": {"v_sigma": -1.4}}, []),
         ({"kind": "state_space", "head_width": 6}, ["model.head_width=2"]),
+        ({"kind": "state_space", "dim": 6, "head_width": 8}, ["model.head_width=4"]),
         ({"kind": "state_space", "mimetic_layers": [2]}, ["model.mimetic_layers=null"]),
     ],
 )
