@@ -16,6 +16,7 @@ from ssl_bench.data.layouts.python_dataset import PythonDataset
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.system.files import mark_as_output
 
 
 def save_images(root: Path, *names: str) -> Path:
@@ -134,6 +135,28 @@ def test_a_root_without_class_folders_or_images_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"\.jfif"):
         ImageFolder(tmp_path / "empty").images()
+
+
+def test_a_folder_that_ssl_bench_wrote_is_no_class(tmp_path):
+    save_images(tmp_path, *(f"{kind}/{n}.png" for kind in ("cat", "dog") for n in range(5)))
+    save_images(tmp_path, "out/pictures/0.png")
+    mark_as_output(tmp_path / "out")
+
+    found = [ClassFolders(tmp_path).train(), ClassFolders(tmp_path).val()]
+
+    assert [(images.class_names, len(images)) for images in found] == [
+        (("cat", "dog"), 8),
+        (("cat", "dog"), 2),
+    ]
+
+
+def test_only_a_split_of_several_classes_is_suggested_for_division(tmp_path):
+    save_images(tmp_path, "photos/cat/0.png", "photos/cat/1.png")
+    for more, hint in ((), ()), (("photos/dog/2.png",), ("photos:0-75%", "photos:75-100%")):
+        save_images(tmp_path, *more)
+        with pytest.raises(DataError) as caught:
+            ClassFolders(tmp_path).train()
+        assert tuple(word.partition("=")[2] for word in caught.value.hint) == hint
 
 
 def test_users_may_name_images_but_not_like_published_datasets(tmp_path):

@@ -21,7 +21,7 @@ from ssl_bench.data.files.images import (
     read_mask_colours,
     voc_colours,
 )
-from ssl_bench.data.files.readable import find_read_errors, suggest_skipping
+from ssl_bench.data.files.readable import describe_unreadable, find_read_errors, suggest_skipping
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
@@ -184,6 +184,15 @@ def test_an_image_that_is_readable_with_bits_is_not_taken_as_readable_without(wo
     for bits in (12, None, 12):
         (error,) = find_read_errors(with_read_options(images, ReadOptions(bits=bits)), {})
         assert (error is None) == (bits == 12)
+
+
+def test_unreadable_images_are_counted_for_each_remedy(workdir):
+    errors = [UnreadableImageError("-", remedy) for remedy in ("", "", "pip", *[""] * 5)]
+    images = ImageFolder(photo_folder(workdir / "eight", 8)).images()
+    unreadable, needy = describe_unreadable(images, errors)
+    assert unreadable.startswith("7 ")
+    assert unreadable.endswith("0.jpg, 1.jpg, 3.jpg, 4.jpg, 5.jpg and 2 more")
+    assert needy == "1 needs pip: 2.jpg"
 
 
 def test_the_range_that_a_file_states_is_used(workdir):
