@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint
 
 from ssl_bench import models
-from ssl_bench.errors import CheckpointError
+from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import (
     VisionTransformer,
     ViTConfig,
@@ -26,7 +26,7 @@ from ssl_bench.models import (
     save_encoder,
 )
 from ssl_bench.models.loading.checkpoint import is_number, read_metadata
-from ssl_bench.models.loading.load import newest_checkpoint
+from ssl_bench.models.loading.load import newest_checkpoint, require_layers
 from ssl_bench.system.files import file_sha256
 from tests.support.faults import DINO_LIKE, LFS_POINTER
 from tests.support.foreign_weights import assert_same_weights, get_load_error, timm_model
@@ -163,6 +163,15 @@ def test_the_newest_checkpoint_is_no_stored_epoch(saved, capsys):
     os.utime(saved, (10**9 - 5, 10**9 - 5))
     assert newest_checkpoint(runs) == str(saved)
     assert "trained for 7 steps" in capsys.readouterr().err
+
+
+def test_layers_of_the_newest_checkpoint_are_checked_by_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    require_layers([99], [])
+    save_encoder(Path("runs/one/last.safetensors"), build_vit(TINY, seed=0), {})
+    require_layers([TINY.depth - 1], [])
+    with pytest.raises(ConfigurationError):
+        require_layers([TINY.depth], [])
 
 
 def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):
