@@ -350,9 +350,18 @@ def _with_fewer_tokens() -> nn.Module:
     return module
 
 
+def _without_any_size() -> nn.Module:
+    """Return a module that states images of 6 x 6 patches, but accepts no images."""
+    module = own_module.Own()
+    module.img_size, module.positions = 48, nn.Parameter(torch.zeros(1, 18, 16))
+    return module
+
+
 @pytest.mark.parametrize(
     ("module", "settings", "named"),
     [
+        # The reason is that of the stated size, with 37 tokens.
+        (_without_any_size(), {}, r"\(37\).*image_size="),
         (_with_fewer_tokens(), {}, "2 x 16 x 16.*blocks='NAME'"),
         (_Reordered(lambda x: x.roll(-1, 1)), {}, "row 0, column 1 is token 1 of 17, expected 2"),
         (_Reordered(_by_columns), {}, "row 0, column 1 is token 5 of 17, expected 2"),

@@ -16,6 +16,7 @@ from ssl_bench.data.layouts.python_dataset import PythonDataset
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.system.files import mark_as_output
 
 
 def save_images(root: Path, *names: str) -> Path:
@@ -136,6 +137,28 @@ def test_a_root_without_class_folders_or_images_is_refused(tmp_path):
         ImageFolder(tmp_path / "empty").images()
 
 
+def test_a_folder_that_ssl_bench_wrote_is_no_class(tmp_path):
+    save_images(tmp_path, *(f"{kind}/{n}.png" for kind in ("cat", "dog") for n in range(5)))
+    save_images(tmp_path, "out/pictures/0.png")
+    mark_as_output(tmp_path / "out")
+
+    found = [ClassFolders(tmp_path).train(), ClassFolders(tmp_path).val()]
+
+    assert [(images.class_names, len(images)) for images in found] == [
+        (("cat", "dog"), 8),
+        (("cat", "dog"), 2),
+    ]
+
+
+def test_only_a_split_of_several_classes_is_suggested_for_division(tmp_path):
+    save_images(tmp_path, "photos/cat/0.png", "photos/cat/1.png")
+    for more, hint in ((), ()), (("photos/dog/2.png",), ("photos:0-75%", "photos:75-100%")):
+        save_images(tmp_path, *more)
+        with pytest.raises(DataError) as caught:
+            ClassFolders(tmp_path).train()
+        assert tuple(word.partition("=")[2] for word in caught.value.hint) == hint
+
+
 def test_users_may_name_images_but_not_like_published_datasets(tmp_path):
     save_images(tmp_path, "train/cat/1.png", "val/cat/2.png", "train/dog/3.png", "val/dog/4.png")
     named = ClassFolders(tmp_path, name="pets")
@@ -167,3 +190,13 @@ def test_pictures_are_found_at_any_depth_and_through_links(tmp_path):
     assert images[5].image[0, 0, 0] == 1
     sample = dataset.discovery()[3]
     assert (sample.image.shape, sample.boxes) == ((2, 3, 3), None)
+
+
+def test_an_archive_is_refused_with_its_command_and_a_folder_of_this_name_is_read(tmp_path):
+    for name, command in (("a.zip", "unzip"), ("B.ZIP", "unzip"), ("c.tar.gz", "tar -xf")):
+        path = tmp_path / name
+        path.touch()
+        with pytest.raises(DataError, match=f"{command} {path}$"):
+            ImageFolder(path).images()
+        path.unlink()
+        assert len(ImageFolder(save_images(path, "0.png")).images()) == 1

@@ -13,7 +13,13 @@ from PIL import Image
 from ssl_bench.data import samples
 from ssl_bench.data.files.file_sets import validate_boxes
 from ssl_bench.data.layouts import coco20k as layout
-from ssl_bench.data.layouts.coco20k import IMAGE_LIST, Coco20k, read_boxes
+from ssl_bench.data.layouts.coco20k import (
+    IMAGE_LIST,
+    Coco20k,
+    CocoBoxes,
+    parse_boxes,
+    read_boxes,
+)
 from ssl_bench.data.layouts.coco_stuff import COARSE_NAMES, CocoStuff, read_classes
 from ssl_bench.data.samples import PUBLISHED_COUNTS, Dataset, Sample
 from ssl_bench.errors import ConfigurationError, DataError
@@ -90,8 +96,9 @@ def test_the_parent_folder_or_a_partial_list_is_accepted(root, tmp_path):
 def test_incomplete_annotations_are_refused(root, dataset):
     path = root / "annotations/instances_train2014.json"
     whole = path.read_text()
-    # A missing image, a cut file, a repeated id, and a list of image ids.
+    # A missing image, a cut file, a repeated id, a list of image ids, and invalid coordinates.
     for old, new in (
+        *(("[1.4, ", f"[{number}, ") for number in ("NaN", "1e999", "2147483648", "true", '"1"')),
         *(('{"id": 12}, ', ""), ('"iscrowd": 0}]}', "")),
         *(('"id": 5', '"id": 2'), ('"image_id": 9', '"image_id": [9]')),
     ):
@@ -122,6 +129,18 @@ def test_annotations_are_parsed_once_until_they_change(root, tmp_path, monkeypat
     path.unlink()
     with pytest.raises(DataError):
         read_boxes(path, cache)
+
+
+def test_annotations_that_change_while_they_are_parsed_are_refused(root, tmp_path, monkeypatch):
+    def parse(path: Path) -> CocoBoxes:
+        boxes = parse_boxes(path)
+        path.write_text(path.read_text() + " ")
+        return boxes
+
+    monkeypatch.setattr(layout, "parse_boxes", parse)
+    with pytest.raises(DataError):
+        read_boxes(root / "annotations/instances_train2014.json", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):

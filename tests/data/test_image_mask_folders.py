@@ -246,6 +246,9 @@ def test_a_palette_in_another_order_than_the_others_is_refused(folders):
     save_with_palette(folders / "masks/train/b.png", INDICES, [ROAD, SKY])
     masks = [sample.mask for sample in ImageMaskFolders(folders, **NAMED).train()]
     assert [mask.tolist() for mask in masks if mask is not None] == [MASK, INDICES]
+    # The end of a palette may repeat a colour.
+    save_with_palette(folders / "masks/train/a.png", INDICES, [ROAD, SKY, ROAD, SKY])
+    assert ImageMaskFolders(folders, **NAMED).train()[1].mask is not None
 
     save_with_palette(folders / "masks/train/a.png", INDICES, [ROAD, SKY])
     save_with_palette(folders / "masks/train/b.png", INDICES, [SKY, ROAD])

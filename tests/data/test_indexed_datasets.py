@@ -123,7 +123,7 @@ def test_the_first_item_determines_the_kind_of_targets():
     assert bools.list_sequences()["val"].annotations == {"mask"}
     plain = open_sets(images=[picture(0)])
     assert not plain.list_sequences()["images"].annotations
-    assert plain.supports == {"discovery", "images"}
+    assert plain.supports == open_sets(val=[picture(0)]).supports == {"discovery", "images"}
     unlabelled = open_sets(images=Items(0, 4))
     assert unlabelled.supports == {"classification", "discovery", "images"}
     assert unlabelled.images()[0].label is unlabelled.discovery()[0].boxes is None
@@ -197,6 +197,10 @@ def test_gray_images_of_every_type_have_three_equal_channels(image):
         (Items(0, 2, image=lambda image: np.asarray(image) / 255), DataError),
         (Items(0, 2, target=lambda _: "cat"), DataError),
         (Items(0, 2, target=lambda _: Image.new("RGB", (40, 32))), DataError),
+        (
+            Items(0, 2, target=lambda _: tv_boxes(BOXES, format="CXCYWH", canvas_size=(9, 9))),
+            DataError,
+        ),
         (Items(0, 0), DataError),
         ([(picture(0), 1, 2)], DataError),
         (iter([]), ConfigurationError),
@@ -205,8 +209,9 @@ def test_gray_images_of_every_type_have_three_equal_channels(image):
     ],
 )
 def test_unsupported_content_is_refused(dataset, kind):
-    with pytest.raises(kind):
+    with pytest.raises(kind) as raised:
         open_sets(val=dataset).val()
+    assert not isinstance(raised.value, UnreadableImageError)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +258,9 @@ def test_the_identity_is_that_of_the_content():
         fingerprint(names=["a", "b", "c"]),
     ]
     assert len({fingerprint(), *others}) == 5
+    masks = Items(0, 2, target=mask)
+    options = [PythonDataset(class_names=["a", "b"], numbers=two) for two in ([0, 1], [1, 0])]
+    assert len({open_sets(one, val=masks).val().fingerprint() for one in options}) == 2
 
 
 @pytest.mark.parametrize(
@@ -471,6 +479,12 @@ def test_boxes_of_a_table_need_a_stated_format():
     others = open_sets(PythonDataset(box_format="xyxy"), images=table).discovery()
     np.testing.assert_array_equal(others[0].boxes, [[8, 8, 16, 16]])
     assert others.fingerprint() != dataset.discovery().fingerprint()
+    # Boxes without width are valid only in the format of COCO.
+    flat = table_of(columns, objects=lambda _: [{"bbox": [8, 8, 0, 16]}])
+    sample = open_sets(PythonDataset(box_format="xywh"), images=flat).discovery()[0]
+    np.testing.assert_array_equal(sample.boxes, [[8, 8, 8, 24]])
+    with pytest.raises(DataError):
+        open_sets(PythonDataset(box_format="xyxy"), images=flat).discovery()
 
 
 @pytest.mark.parametrize("has_boxes", [True, False])
@@ -524,6 +538,10 @@ def test_a_column_of_integers_named_label_is_the_label(dtype):
     table = table_of({"labels": datasets.Value(dtype)}, labels=lambda n: n % 2)
 
     assert [open_sets(val=table).val()[n].label for n in range(3)] == [0, 1, 0]
+    other = table_of({"labels": datasets.Value(dtype)}, labels=lambda n: (n + 1) % 2)
+    sets = [open_sets(val=one).val() for one in (table, other)]
+    assert image_digests(sets[0]) == image_digests(sets[1])
+    assert sets[0].fingerprint() != sets[1].fingerprint()
     for kind in ("mask", "box"):
         options = PythonDataset(**{f"{kind}_column": "labels"})
         with pytest.raises(ConfigurationError, match=f"dataset.{kind}_column .*, got labels$"):

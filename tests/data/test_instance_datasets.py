@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ssl_bench.data import samples
 from ssl_bench.data.layouts.instances import (
     Copydays,
     Holidays,
@@ -140,7 +141,7 @@ def test_an_invalid_ground_truth_is_refused(oxford):
             Landmarks(oxford).val()
 
 
-def test_copies_search_their_original(copydays):
+def test_copies_search_their_original(copydays, monkeypatch):
     images = Copydays(copydays).val()
 
     copies = ("strong/200001", "strong/200002", "strong/200101")
@@ -155,6 +156,11 @@ def test_copies_search_their_original(copydays):
     crops = Copydays(copydays, copies="crops").val()
     assert (len(crops), crops.split) == (20, "crops")
     assert Copydays(copydays).images().ids == images.ids[3:]
+    # Only the strong copies have a published number.
+    counts = {"copydays": {"val": 5, "images": 2}}
+    monkeypatch.setattr(samples, "PUBLISHED_COUNTS", counts)
+    names = {Copydays(copydays, copies=copies).val().name for copies in ("strong", "crops")}
+    assert names == {Copydays(copydays).images().name} == {"copydays"}
 
 
 def test_missing_and_foreign_files_are_named(holidays, tmp_path):

@@ -24,6 +24,8 @@ from ssl_bench.data.splits import (
     limit_images,
     read_shared_values,
     require_disjoint,
+    sample_ids,
+    sample_indices,
 )
 from ssl_bench.errors import ConfigurationError
 from tests.support.faults import (
@@ -84,6 +86,18 @@ def test_limited_images_are_spread_over_the_classes(tmp_path):
     assert few.train().ids == whole.train().ids[::2]
     assert [few.train()[i].label for i in range(3)] == [0, 0, 1]
     assert few.name == few.train().name == few.val().name == "class_folders-limit3"
+
+
+def test_sampled_ids_keep_their_order_and_hardly_depend_on_other_ids():
+    ids = [str(number) for number in range(50)][::-1]
+    chosen = sample_ids(ids, 9)
+    assert len(chosen) == 9
+    assert [ids[index] for index in sample_indices(ids, 9)] == [*chosen]
+    assert [*chosen] == [image_id for image_id in ids if image_id in chosen]
+    assert set(chosen) < set(sample_ids(ids, 10))
+    assert set(sample_ids([*ids, "50"], 9)) <= {*chosen, "50"}
+    # By hand: `printf 7 | sha256sum` and so on.
+    assert sample_ids(["7", "8", "9"], 2) == ("8", "9")
 
 
 def test_limited_images_have_another_fingerprint(tmp_path):

@@ -98,6 +98,10 @@ def test_a_folder_and_every_pattern_name_the_same_images(tars):
     (tars / "0.tar").rename(tars / "0.TAR")
     (tars / "tar.txt").touch()
     assert find_shards(tars) == [tars / name for name in ("0.TAR", "1.tar", "2.tar")]
+    for number, path in enumerate(find_shards(tars), 8):
+        path.rename(tars / f"{number}.tar")
+    for pattern in ("{8..10}.tar", "{10..8}.tar"):
+        assert [path.stem for path in find_shards(tars / pattern)] == ["10", "8", "9"]
 
 
 def test_missing_tar_files_are_named(tars, monkeypatch):

@@ -154,6 +154,7 @@ def test_the_splits_share_no_pixel_of_a_texture(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_photographs")
+@pytest.mark.usefixtures("few_photographs")
 def test_scenes_are_written_once_in_the_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = Toy(num_train=1, num_val=1)
@@ -164,9 +165,12 @@ def test_scenes_are_written_once_in_the_cache_folder(tmp_path, monkeypatch):
         patched.setattr(Painter, "paint_scene", lambda *_: pytest.fail("drawn again"))
         assert first.val().fingerprint() == fingerprint
 
-    Toy(num_train=1, num_val=1, seed=1).val()
-
-    assert len(list((tmp_path / "ssl-bench").glob("toy-*"))) == 2
+    scene = Painter("val", 0).paint_scene(0)
+    monkeypatch.setattr(Painter, "paint_scene", lambda *_: scene)
+    other = {"num_train": 2}, {"num_val": 2}, {"seed": 1}
+    sets = [Toy(**{"num_train": 1, "num_val": 1, **changes}) for changes in other]
+    assert [(len(one.train()), len(one.val())) for one in sets] == [(2, 1), (1, 2), (1, 1)]
+    assert len(list((tmp_path / "ssl-bench").glob("toy-*"))) == 4
 
 
 @pytest.mark.parametrize(

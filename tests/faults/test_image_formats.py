@@ -21,6 +21,7 @@ from ssl_bench.data.files.images import (
     read_mask_colours,
     voc_colours,
 )
+from ssl_bench.data.files.readable import describe_unreadable, find_read_errors, suggest_skipping
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
@@ -109,6 +110,9 @@ def test_16_bit_images_need_the_number_of_used_bits(workdir, kind, bits):
         read_image(path)
     assert caught.value.hint[0].startswith("data.bits=")
     assert "data.bits=16" in caught.value.hint
+    # The advice to leave images out does not replace the other advice.
+    hint = (*caught.value.hint, "or", "--on-bad-image", "skip")
+    assert suggest_skipping(caught.value).hint == hint
     read = read_image(path, bits).astype(int)
     # Pillow drops the lower 8 bits of 16-bit colours.
     assert np.abs(read - expected).max() <= (bits == 16 and kind in ("png", "tif"))
@@ -172,6 +176,25 @@ def test_single_images_of_unknown_range_in_a_folder_are_skipped(workdir, capsys)
     assert "using 6 images of folder" in capsys.readouterr().err
 
 
+def test_an_image_that_is_readable_with_bits_is_not_taken_as_readable_without(workdir, monkeypatch):
+    monkeypatch.setattr("ssl_bench.data.files.fingerprints.RACY_NS", -(10**18))
+    (workdir / "deep").mkdir()
+    write_file(png(stretch(GREY, 12)), "deep/one.png")
+    images = ImageFolder("deep").images()
+    for bits in (12, None, 12):
+        (error,) = find_read_errors(with_read_options(images, ReadOptions(bits=bits)), {})
+        assert (error is None) == (bits == 12)
+
+
+def test_unreadable_images_are_counted_for_each_remedy(workdir):
+    errors = [UnreadableImageError("-", remedy) for remedy in ("", "", "pip", *[""] * 5)]
+    images = ImageFolder(photo_folder(workdir / "eight", 8)).images()
+    unreadable, needy = describe_unreadable(images, errors)
+    assert unreadable.startswith("7 ")
+    assert unreadable.endswith("0.jpg, 1.jpg, 3.jpg, 4.jpg, 5.jpg and 2 more")
+    assert needy == "1 needs pip: 2.jpg"
+
+
 def test_the_range_that_a_file_states_is_used(workdir):
     deep = stretch(GREY, 12)
     tag = [(MAX_SAMPLE, 3, 1, 4095, True)]
@@ -203,6 +226,10 @@ def test_values_beyond_the_range_are_refused(workdir):
     with pytest.raises(UnreadableImageError) as caught:
         read_image(path, 12)
     assert caught.value.hint == (caught.value.remedy,) == ("data.bits=14",)
+    # Fewer than 8 bits cannot be set.
+    with pytest.raises(UnreadableImageError) as caught:
+        read_image(write_file(png(stretch(GREY, 12) >> 8)))
+    assert caught.value.hint == ("data.bits=8", "or", "data.bits=16")
 
     path = write_file(tif(stretch(GREY, 14), extratags=[(MAX_SAMPLE, 3, 1, 1023, True)]))
     with pytest.raises(UnreadableImageError, match="1023") as caught:

@@ -16,7 +16,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.models.loading import addresses, hub
-from ssl_bench.models.loading.addresses import DEMO_NAMES, add_baselines
+from ssl_bench.models.loading.addresses import DEMO_NAMES, add_baselines, expand_addresses
 from ssl_bench.models.loading.checkpoint import normalization_metadata
 from tests.benchmarks.evidence.rows import demo_of
 from tests.benchmarks.generated import EVIDENCE_FILE, ROOT
@@ -55,6 +55,9 @@ def test_colour_features_are_patch_pixels_in_every_facet():
         assert features[facet].shape == (2, 2, 3, 12)
         torch.testing.assert_close(features[facet][1, 1, 2], pixels)
     torch.testing.assert_close(features["cls"], features["token"].flatten(1, 2).mean(1))
+    # The native size is the multiple of the patch size that is nearest to 224.
+    sides = {size: load_encoder(f"colours:{size}").native_size for size in (15, 16, 100, 256)}
+    assert sides == {15: (225, 225), 16: (224, 224), 100: (200, 200), 256: (256, 256)}
     for size in ("0", "x", "257", "²"):
         with pytest.raises(CheckpointError) as raised:
             load_encoder(f"colours:{size}")
@@ -153,6 +156,21 @@ def test_a_misspelled_file_is_suggested_with_its_folder(tmp_path):
         load_encoder(str(path.with_name("encodr.safetensors")))
 
     assert caught.value.hint == ("--checkpoint", str(path))
+
+
+def test_a_pattern_matches_weights_files_of_every_format_and_no_others(tmp_path):
+    names = ("a.bin", "b.onnx", "c.pt", "d.pth", "e.safetensors")
+    for name in (*names, "notes.txt", "e.safetensors.sha256", "f.py"):
+        (tmp_path / name).touch()
+    assert expand_addresses([f"{tmp_path}/*"]) == [str(tmp_path / name) for name in names]
+
+
+def test_an_encoder_has_the_name_of_the_folder_to_which_a_link_leads(tmp_path, monkeypatch):
+    encoder_file(tmp_path / "skip/last.safetensors")
+    (tmp_path / "latest").symlink_to("skip")
+    monkeypatch.chdir(tmp_path / "skip")
+    for address in (".", "../latest", "last.safetensors"):
+        assert load_encoder(address).name == identify_encoder(address).name == "skip"
 
 
 def test_a_mean_that_the_file_states_cannot_be_replaced(tmp_path):

@@ -83,6 +83,11 @@ def test_transformers_vits_use_norms_and_heads_of_their_configuration(tmp_path):
     encoder = same_features(f"local-dir:{folder}", model, extra=("token_normed",))
     assert (encoder.num_heads, encoder.name) == (4, "vit")
     assert encoder.sha256 == file_sha256(folder / "model.safetensors")
+    (tmp_path / "link").symlink_to("vit")
+    assert load_encoder(f"local-dir:{tmp_path}/link").name == "vit"
+    random = load_encoder(f"random:{encoder.uri}")
+    assert random.architecture == encoder.architecture
+    assert random.normalization_source == encoder.normalization_source == "preprocessor_config.json"
 
 
 @pytest.mark.parametrize("registers", [0, 4])

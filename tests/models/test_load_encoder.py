@@ -2,9 +2,11 @@
 
 import math
 import os
+import re
 import runpy
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 import torch.distributed.checkpoint
 
 from ssl_bench import models
-from ssl_bench.errors import CheckpointError
+from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import (
     VisionTransformer,
     ViTConfig,
@@ -24,7 +26,7 @@ from ssl_bench.models import (
     save_encoder,
 )
 from ssl_bench.models.loading.checkpoint import is_number, read_metadata
-from ssl_bench.models.loading.load import newest_checkpoint
+from ssl_bench.models.loading.load import newest_checkpoint, require_layers
 from ssl_bench.system.files import file_sha256
 from tests.support.faults import DINO_LIKE, LFS_POINTER
 from tests.support.foreign_weights import assert_same_weights, get_load_error, timm_model
@@ -129,6 +131,26 @@ def test_errors_for_misspelt_files_name_the_similar_file(saved):
         with pytest.raises(CheckpointError) as caught:
             load_encoder(str(saved.with_name(name)))
         assert caught.value.hint == ("--checkpoint", str(saved.with_name(meant)))
+    own = saved.with_name("own.py")
+    own.touch()
+    with pytest.raises(CheckpointError) as caught:
+        load_encoder(str(own))
+    assert caught.value.hint == ("--checkpoint", f"{own}:{{name}}")
+
+
+def test_a_name_without_its_scheme_is_completed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
+    for name, address in {
+        "mine:encoder": "mine.py:encoder",
+        "dino_vits16": "torchhub:facebookresearch/dino:dino_vits16",
+        "facebook/dinov2-small": "hf-hub:facebook/dinov2-small",
+        "vit_small_patch16_224.dino": "timm:vit_small_patch16_224.dino",
+        "vit_small_patch16_224": "timm:vit_small_patch16_224.{tag}",
+    }.items():
+        with pytest.raises(CheckpointError) as caught:
+            load_encoder(name)
+        assert caught.value.hint == ("--checkpoint", address)
 
 
 def test_the_newest_checkpoint_is_no_stored_epoch(saved, capsys):
@@ -141,6 +163,15 @@ def test_the_newest_checkpoint_is_no_stored_epoch(saved, capsys):
     os.utime(saved, (10**9 - 5, 10**9 - 5))
     assert newest_checkpoint(runs) == str(saved)
     assert "trained for 7 steps" in capsys.readouterr().err
+
+
+def test_layers_of_the_newest_checkpoint_are_checked_by_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    require_layers([99], [])
+    save_encoder(Path("runs/one/last.safetensors"), build_vit(TINY, seed=0), {})
+    require_layers([TINY.depth - 1], [])
+    with pytest.raises(ConfigurationError):
+        require_layers([TINY.depth], [])
 
 
 def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):
@@ -156,11 +187,31 @@ def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):
         ("weights.safetensors", LFS_POINTER, "git lfs pull"),
         ("weights.onnx", LFS_POINTER, "git lfs pull"),
         ("model-00001-of-00002.safetensors", b"anything", "one of several files"),
+        ("weights.pth", b"epoch 1: loss 0.5", "begins with text"),
     ],
 )
 def test_a_file_that_contains_no_weights_is_recognised(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
     assert problem in get_load_error(tmp_path / name)
+
+
+class Call:
+    """Value that calls a function when it is unpickled."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
+
+    def __reduce__(self):
+        return self.function, ()
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [(torch.distributed.get_rank, r"one process.*full state_dict\(\)"), (os.getpid, "run code")],
+)
+def test_a_file_that_calls_functions_is_refused_with_advice(tmp_path, function, advice):
+    torch.save({"blocks.0.attn.qkv.weight": Call(function)}, tmp_path / "weights.pth")
+    assert re.search(advice, get_load_error(tmp_path / "weights.pth"))
 
 
 OTHER_ARCHIVES = {

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+import yaml
 
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, split_alternatives
 from ssl_bench.models import OrthogonalAttention, VisionTransformer, ViTConfig, build_vit
 from ssl_bench.models.config import config_from_dict
 from ssl_bench.models.encoder import describe_config
+from ssl_bench.models.initialisers import fill_options
 from ssl_bench.models.vit import Attention, Block, resize_positions, sinusoidal_positions
 from tests.support.faults import unchecked_types
 
@@ -53,6 +55,8 @@ def test_options_of_initialisers_can_be_overridden_and_reset():
     config = compose_model("model=vit_tiny_skipless", "model.init_options.alpha=2", "model.depth=3")
     assert (config.init_options, config.depth) == ({"alpha": 2}, 3)
     assert compose_model("model=vit_tiny_skipless", "model.init=default").init_options == {}
+    filled = fill_options("covariance", {"sigma_0": None, "v_sigma": 0.5})
+    assert filled == {"sigma_0": 0.08, "v_sigma": 0.5, "a_sigma": 2.9}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,7 @@ def test_options_of_initialisers_can_be_overridden_and_reset():
     [
         ({"dim": 50, "num_heads": 4}, ["model.dim=48", "model.dim=52"]),
         ({"image_size": 100}, ["model.image_size=96", "model.image_size=112"]),
+        ({"image_size": 8}, ["model.image_size=16"]),
         ({"skip_mlp": "yes"}, []),
         ({"position_embedding": "sinusoidal", "dim": 54}, ["model.dim=60"]),
         ({"drop_path": 1.0}, []),
@@ -90,17 +95,23 @@ def test_options_of_initialisers_can_be_overridden_and_reset():
         # The width is positive in the first and the last block, but not in the blocks between.
         (COVARIANCE | {"init_options": {"v_sigma": -1.4}}, []),
         ({"kind": "state_space", "head_width": 6}, ["model.head_width=2"]),
+        ({"kind": "state_space", "dim": 6, "head_width": 8}, ["model.head_width=4"]),
         ({"kind": "state_space", "mimetic_layers": [2]}, ["model.mimetic_layers=null"]),
     ],
 )
 def test_a_wrong_configuration_is_refused_with_a_hint(wrong, ways):
     values = dict(wrong)
+    kind = values.pop("kind", "vit")
     with unchecked_types(), pytest.raises(ConfigurationError) as raised:
-        config_from_dict(values.pop("kind", "vit"), values)
+        config_from_dict(kind, values)
     assert "\n" not in str(raised.value)
     hints = [" ".join(words) for words in split_alternatives(raised.value.hint)]
     assert set(ways) <= set(hints)
     assert bool(ways) == bool(hints)
+    for hint in hints:
+        key, _, value = hint.removeprefix("model.").partition("=")
+        if "{" not in value:
+            config_from_dict(kind, {**values, key: yaml.safe_load(value)})
 
 
 def test_unsupported_inputs_of_layers_are_refused():
