@@ -204,6 +204,9 @@ def test_json_prints_the_records_and_nothing_else(workplace, capsys):
     pictures = {path.relative_to(workplace) for path in workplace.rglob("results/**/*.png")}
     assert {"block00", "block02"} <= {path.parent.name for path in pictures}
     assert any(path.name.endswith("blocks-0_2.png") for path in pictures)
+    # Results of other blocks that the folder contains are not printed.
+    assert main([*PROBE, "--layer", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [by_layer[2]]
 
 
 def test_changed_missing_and_added_files_of_data_are_found(workplace, capsys):

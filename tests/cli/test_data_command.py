@@ -251,6 +251,10 @@ def test_invalid_or_incomplete_compressed_data_is_damaged(tmp_path):
             lambda base: (base / "ImageSets/Segmentation/train.txt").write_text("t1\n"),
             "1 images, expected 4",
         ),
+        (
+            lambda base: (base / "ImageSets/Segmentation/train.txt").open("a").write("\nv1"),
+            "5 images, expected 4",
+        ),
         (lambda base: (base / "Annotations/t2.xml").write_text("<a>"), "t2.xml"),
         (shutil.rmtree, "does not contain voc2012"),
     ],
@@ -263,7 +267,7 @@ def test_a_check_finds_missing_and_unreadable_files(published, tmp_path, change,
     assert said in out
     assert said in err
     assert f"ssl-bench data download voc2012 --data-root {root}" in err
-    assert ("`--subset`" in err) == ("images, expected" in said)
+    assert ("`--subset`" in err) == (said == "1 images, expected 4")
     assert err.count("\n") == 1
     assert check(root, "--json") == 3
     splits = json.loads(capsys.readouterr().out)["splits"]

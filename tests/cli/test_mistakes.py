@@ -16,6 +16,7 @@ from tests.cli.test_hints import REQUIRED
 from tests.support.faults import class_folders, expect_error
 
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
+FEATURES = "features --checkpoint encoder.safetensors --data-root photos --out features"
 TYPOS = [
     ("trian", 2, "ssl-bench pretrain"),
     ("nothing --task pca", 2, "ssl-bench --help"),
@@ -37,6 +38,9 @@ TYPOS = [
     ("reproduce cutting_the_skip/tabel2", 2, "ssl-bench reproduce cutting_the_skip/table2"),
     ("reproduce table2 --row 'skp, adamw'", 2, "--row 'skip, adamw'"),
     ("reproduce table2 --data-root imagenet1=x", 2, "--data-root imagenet1k=FOLDER"),
+    (f"{FEATURES} --split vla", 2, "--split val"),
+    (f"{FEATURES} --format npy", 2, "--format npz"),
+    (f"{FEATURES} --dtype float61", 2, "--dtype float16"),
 ]
 MISSING_OR_CONFLICTING = [
     ("probe --checkpoint x", 2, "ssl-bench probe --help"),

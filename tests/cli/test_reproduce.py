@@ -337,6 +337,29 @@ def test_a_failed_run_stops_only_the_steps_that_need_it(tmp_path):
     assert [state for state, _ in outcomes.values()].count("finished") == 5
 
 
+def test_a_failed_step_sets_the_exit_code_until_all_steps_are_finished(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    errors = [DataError("no images"), None, None, None]
+
+    def run(line) -> int:
+        if error := errors.pop(0):
+            raise error
+        out = Path(line[line.index("--out") + 1])
+        if not out.exists():
+            run_folder(out, step=2, epoch=0.0, train="{epochs: 9, max_steps: 2}")
+        return 0
+
+    monkeypatch.setattr(reproduce_command, "run_command", run)
+    words = ["reproduce", "one_skip", "--row", "no skip around attention", "--run", "data.root=x"]
+    for code, counts in ((3, "1 steps finished, 1 failed"), (0, "2 steps finished, 0 failed")):
+        assert main(words) == code
+        said = capsys.readouterr().err
+        assert counts in said
+        assert ("run the same command again" in said) == bool(code)
+
+
 @pytest.mark.parametrize(("error", "code"), [(Preempted("saved"), 75), (KeyboardInterrupt(), 130)])
 def test_a_request_to_stop_stops_all_steps(tmp_path, monkeypatch, capsys, error, code):
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ Training for all tables would take GPU-years, so the test saves made-up weights 
 """
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -201,3 +202,10 @@ def test_commands_that_parse_fill_every_row_with_a_run(table, tmp_path, monkeypa
     assert all(ours[cell] for cell in expected)
     # Each published value of a row with a run has a cell of ours.
     assert {place for place in table.values if place[0] in table.runs} <= expected
+
+    assert main(["reproduce", full_name(table), f"model.depth={DEPTH}"]) == 0
+    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    counts = {tuple(row[:2]): int(row[2]) for row in rows if row[1:2] and row[1][:5] == "runs/"}
+    steps = [step for step in plan.steps if step.needed_run and not step.is_training]
+    assert len(counts) == len(steps)
+    assert all(counts.values())

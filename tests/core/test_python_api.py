@@ -260,6 +260,12 @@ def test_messages_and_hints_name_the_keywords_of_python(tmp_path, capsys):
             ssl_bench.probe(own_module.own(), **{**given, **words})
 
 
+@pytest.mark.parametrize("usage", ["images", "train", "val"])
+def test_an_empty_set_of_images_is_refused(tmp_path, usage):
+    with pytest.raises((ConfigurationError, DataError)):
+        ssl_bench.probe("demo:skip", task="pca", out=tmp_path, **{usage: []})
+
+
 def test_unreadable_images_are_left_out_with_on_bad_image(tmp_path):
     picture(0).save(tmp_path / "a.png")
     (tmp_path / "b.png").touch()
