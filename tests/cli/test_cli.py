@@ -101,6 +101,8 @@ def test_the_newest_checkpoint_is_probed_by_default(workplace, capsys):
     assert records[0].num_images == 3
     assert records[0].settings["image_size"] == 40
     assert records[0].changed == {"image_size": 40}
+    assert main(["features", "--data-root", "photos", "--layer", "0", "--out", "files"]) == 0
+    assert "runs/newer/last.safetensors" in capsys.readouterr().err
 
 
 def test_finished_results_are_skipped_until_overwrite(workplace, capsys):
@@ -211,6 +213,9 @@ def test_json_prints_the_records_and_nothing_else(workplace, capsys):
 
 def test_changed_missing_and_added_files_of_data_are_found(workplace, capsys):
     verify = ["data", "verify", "photos", "--manifest", "list", "--json"]
+    (workplace / "photos/.hidden").mkdir()
+    for name in (".hidden/1.png", ".listing"):
+        (workplace / "photos" / name).touch()
     assert main(verify) == 0
     assert json.loads(capsys.readouterr().out) == {"manifest": "list", "listed": 3}
     assert Path("list").read_text().startswith(f"{file_sha256(Path('photos/0.png'))}  0.png\n")
