@@ -154,7 +154,7 @@ def test_tokencut_finds_objects_once_in_a_folder_without_labels(workplace, capsy
     masks = folder.glob("*/reference_max_side=640/masks/*/*.png")
     assert sorted(path.name for path in masks) == ["0.png.png", "1.png.png", "2.png.png"]
     assert main([*words, "--dry-run"]) == 0
-    assert "1 scores: 1 finished, 0 pending" in capsys.readouterr().out
+    assert "\n1 job, 1 scores: 1 finished, 0 pending" in capsys.readouterr().out
 
 
 class _BrokenOutput(io.StringIO):

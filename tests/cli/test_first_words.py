@@ -1,14 +1,18 @@
 """Test basic flags such as `--layers` and `--dry-run`."""
 
 import io
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from ssl_bench.cli.__main__ import main
-from tests.support.faults import expect_error, make_pretrain_args, records
+from ssl_bench.planning import plan_request
+from ssl_bench.request import ProbeRequest
+from tests.support.faults import encoder_file, expect_error, make_pretrain_args, records
 
 OWN = str(Path(__file__).parents[1] / "support/own_module.py")
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
@@ -74,6 +78,42 @@ def test_a_message_names_the_tasks_that_ignore_a_key(workdir, capsys):
     for task in ("knn", "classification", "clustering"):
         words = f"probe --task {task} --dataset toy_objects --print-config"
         assert "is ignored" not in run_words(capsys, f"{words} probe.facet=attn_out")[1]
+
+
+def test_slow_tasks_come_last_and_second_protocols_do_not_change_settings_of_the_user():
+    def plan(*overrides: str) -> list[Any]:
+        request = ProbeRequest(["geometry", "pca", "tokencut"], ["toy"], overrides, all_tasks=True)
+        return [planned.probe for planned in plan_request(request)]
+
+    assert [probe.task for probe in plan()] == ["tokencut", "tokencut", "pca", "geometry"]
+    first, *others = plan("probe.tau=0.3")
+    assert first.tau == 0.3
+    assert [probe.task for probe in others] == ["pca", "geometry"]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ([], "vit_small_skip-adamw"),
+        (["optimizer=soap", "model=vit_tiny_skipless"], "vit_tiny_skipless-soap"),
+        (["experiment=dino_photographs_skipless_soap"], "dino_photographs_skipless_soap"),
+    ],
+)
+def test_a_run_without_a_folder_is_named_after_its_model_or_experiment(
+    workdir, capsys, words, name
+):
+    out, _ = run_words(
+        capsys, " ".join(["pretrain --data-root photos --dry-run train.batch_size=2", *words])
+    )
+
+    assert re.match(rf"run folder +runs/{name}-\d{{8}}-\d{{6}}\n", out)
+
+
+def test_only_a_run_that_would_be_replaced_or_continued_is_outlined_again(workdir, capsys):
+    encoder_file(Path("run/last.safetensors"))
+    words = "pretrain --data-root photos --dry-run --out run"
+    for more, code in (("", 2), (" --overwrite", 0), (" --resume", 0)):
+        run_words(capsys, words + more, code)
 
 
 def test_keys_are_as_wide_as_the_terminal(workdir, monkeypatch):
