@@ -42,8 +42,6 @@ def test_versions_threads_caches_and_datasets_are_listed(capsys, tmp_path, monke
     assert f"TORCH_HOME={tmp_path / 'torch'}" in found["caches"][0]
     assert found["torch cache"][0].endswith(f"GiB free in {tmp_path / 'torch' / 'hub'}")
     assert found["results"][0].endswith("GiB free in results")
-    assert found["caches"][0].endswith(", missing files are downloaded")
-    assert "OMP_NUM_THREADS=" not in found["cpu"][0]
     assert "BROKEN" not in found
     assert not list(tmp_path.iterdir())
     faiss.get_num_gpus = lambda: 2  # pyrefly: ignore[missing-attribute]

@@ -4,7 +4,6 @@ import io
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -81,32 +80,22 @@ def test_a_message_names_the_tasks_that_ignore_a_key(workdir, capsys):
 
 
 def test_slow_tasks_come_last_and_second_protocols_do_not_change_settings_of_the_user():
-    def plan(*overrides: str) -> list[Any]:
+    for overrides, tasks in (
+        ([], ["tokencut", "tokencut", "pca", "geometry"]),
+        (["probe.tau=0.3"], ["tokencut", "pca", "geometry"]),
+    ):
         request = ProbeRequest(["geometry", "pca", "tokencut"], ["toy"], overrides, all_tasks=True)
-        return [planned.probe for planned in plan_request(request)]
-
-    assert [probe.task for probe in plan()] == ["tokencut", "tokencut", "pca", "geometry"]
-    first, *others = plan("probe.tau=0.3")
-    assert first.tau == 0.3
-    assert [probe.task for probe in others] == ["pca", "geometry"]
+        assert [planned.probe.task for planned in plan_request(request)] == tasks
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ([], "vit_small_skip-adamw"),
-        (["optimizer=soap", "model=vit_tiny_skipless"], "vit_tiny_skipless-soap"),
-        (["experiment=dino_photographs_skipless_soap"], "dino_photographs_skipless_soap"),
-    ],
-)
-def test_a_run_without_a_folder_is_named_after_its_model_or_experiment(
-    workdir, capsys, words, name
-):
-    out, _ = run_words(
-        capsys, " ".join(["pretrain --data-root photos --dry-run train.batch_size=2", *words])
-    )
-
-    assert re.match(rf"run folder +runs/{name}-\d{{8}}-\d{{6}}\n", out)
+def test_a_run_without_a_folder_is_named_after_its_model_or_experiment(workdir, capsys):
+    for words, name in (
+        ("", "vit_small_skip-adamw"),
+        ("optimizer=soap model=vit_tiny_skipless", "vit_tiny_skipless-soap"),
+        ("experiment=dino_photographs_skipless_soap", "dino_photographs_skipless_soap"),
+    ):
+        out, _ = run_words(capsys, f"pretrain --data-root photos --dry-run --batch-size 2 {words}")
+        assert re.match(rf"run folder +runs/{name}-\d{{8}}-\d{{6}}\n", out)
 
 
 def test_only_a_run_that_would_be_replaced_or_continued_is_outlined_again(workdir, capsys):

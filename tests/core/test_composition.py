@@ -18,7 +18,6 @@ from ssl_bench.composition.choices import (
     config_folder,
     entry_points,
     load_entry_point,
-    require_choice,
 )
 from ssl_bench.composition.compose import (
     build,
@@ -62,11 +61,6 @@ def test_a_wrong_override_is_refused_with_a_hint(override, hint):
     ways = [" ".join(words) for words in split_alternatives(error.hint)] or [NO_HINT]
     assert hint in ways
     assert len(str(error)) < 400
-
-
-def test_an_error_lists_some_names_and_counts_the_others():
-    with pytest.raises(ConfigurationError, match=r"name23 and 7 more\)"):
-        require_choice("thing", "?", [f"name{number:02}" for number in range(31)])
 
 
 def components(value: object, key: str = "") -> Iterator[tuple[str, type]]:
