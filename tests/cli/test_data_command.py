@@ -99,6 +99,8 @@ def test_datasets_are_listed_together_and_alone(capsys):
         "voc2012": 21, "camvid": 11, "folder": 0
     }  # fmt: skip
     assert listed["cityscapes"]["roles"] == ["segmentation", "images"]
+    assert main(["data", "list", "voc2012", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == listed["voc2012"]
     assert main(["data", "list", "voc2012"]) == 0
     said = capsys.readouterr().out
     digest = "sha256 e14f763270cf193d0b5f74b169f44157a4b0c6efa708f4dd0ff78ee691763bcb"
@@ -110,7 +112,7 @@ def test_a_dataset_without_a_published_source_is_shown_and_checked(tmp_path, mon
     monkeypatch.setattr(data_command, "DATASET_INFOS", {})
     assert main(["data", "list", "folder"]) == 0
     assert re.search("roles +discovery, images", capsys.readouterr().out)
-    assert main(["data", "check", "folder", "--data-root", str(photos)]) == 0
+    assert main(["data", "check", f"folder:{photos}"]) == 0
     expect_error(capsys, ["data", "download", "folder", "--data-root", str(photos)], 2)
     monkeypatch.undo()
     said = expect_error(capsys, ["data", "download", "cityscapes", "--data-root", str(photos)], 2)
