@@ -11,7 +11,7 @@ import yaml
 from ssl_bench.cli.__main__ import main
 from ssl_bench.planning import plan_request
 from ssl_bench.request import ProbeRequest
-from tests.support.faults import encoder_file, expect_error, make_pretrain_args, records
+from tests.support.faults import expect_error, make_pretrain_args, records
 
 OWN = str(Path(__file__).parents[1] / "support/own_module.py")
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
@@ -96,13 +96,6 @@ def test_a_run_without_a_folder_is_named_after_its_model_or_experiment(workdir, 
     ):
         out, _ = run_words(capsys, f"pretrain --data-root photos --dry-run --batch-size 2 {words}")
         assert re.match(rf"run folder +runs/{name}-\d{{8}}-\d{{6}}\n", out)
-
-
-def test_only_a_run_that_would_be_replaced_or_continued_is_outlined_again(workdir, capsys):
-    encoder_file(Path("run/last.safetensors"))
-    words = "pretrain --data-root photos --dry-run --out run"
-    for more, code in (("", 2), (" --overwrite", 0), (" --resume", 0)):
-        run_words(capsys, words + more, code)
 
 
 def test_keys_are_as_wide_as_the_terminal(workdir, monkeypatch):
