@@ -101,6 +101,8 @@ def test_the_newest_checkpoint_is_probed_by_default(workplace, capsys):
     assert records[0].num_images == 3
     assert records[0].settings["image_size"] == 40
     assert records[0].changed == {"image_size": 40}
+    assert main(["features", "--data-root", "photos", "--layer", "0", "--out", "files"]) == 0
+    assert "runs/newer/last.safetensors" in capsys.readouterr().err
 
 
 def test_finished_results_are_skipped_until_overwrite(workplace, capsys):
@@ -152,7 +154,7 @@ def test_tokencut_finds_objects_once_in_a_folder_without_labels(workplace, capsy
     masks = folder.glob("*/reference_max_side=640/masks/*/*.png")
     assert sorted(path.name for path in masks) == ["0.png.png", "1.png.png", "2.png.png"]
     assert main([*words, "--dry-run"]) == 0
-    assert "1 scores: 1 finished, 0 pending" in capsys.readouterr().out
+    assert "\n1 job, 1 scores: 1 finished, 0 pending" in capsys.readouterr().out
 
 
 class _BrokenOutput(io.StringIO):
@@ -204,10 +206,14 @@ def test_json_prints_the_records_and_nothing_else(workplace, capsys):
     pictures = {path.relative_to(workplace) for path in workplace.rglob("results/**/*.png")}
     assert {"block00", "block02"} <= {path.parent.name for path in pictures}
     assert any(path.name.endswith("blocks-0_2.png") for path in pictures)
+    # Results of other blocks that the folder contains are not printed.
+    assert main([*PROBE, "--layer", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [by_layer[2]]
 
 
 def test_changed_missing_and_added_files_of_data_are_found(workplace, capsys):
     verify = ["data", "verify", "photos", "--manifest", "list", "--json"]
+    (workplace / "photos/.hidden").touch()
     assert main(verify) == 0
     assert json.loads(capsys.readouterr().out) == {"manifest": "list", "listed": 3}
     assert Path("list").read_text().startswith(f"{file_sha256(Path('photos/0.png'))}  0.png\n")

@@ -86,6 +86,8 @@ def test_datasets_are_listed_together_and_alone(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(DATASET_INFOS) + 1
     assert any(line.startswith("cityscapes") and "by hand" in line for line in lines)
+    made = {line.split()[0] for line in lines[:-1] if re.search(r" - +generated ", line)}
+    assert made == {name for name, info in DATASET_INFOS.items() if info.is_generated}
     assert main(["data", "list", "--json"]) == 0
     listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
     assert listed.keys() == DATASET_INFOS.keys()
@@ -97,6 +99,8 @@ def test_datasets_are_listed_together_and_alone(capsys):
         "voc2012": 21, "camvid": 11, "folder": 0
     }  # fmt: skip
     assert listed["cityscapes"]["roles"] == ["segmentation", "images"]
+    assert main(["data", "list", "voc2012", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == listed["voc2012"]
     assert main(["data", "list", "voc2012"]) == 0
     said = capsys.readouterr().out
     digest = "sha256 e14f763270cf193d0b5f74b169f44157a4b0c6efa708f4dd0ff78ee691763bcb"
@@ -108,10 +112,12 @@ def test_a_dataset_without_a_published_source_is_shown_and_checked(tmp_path, mon
     monkeypatch.setattr(data_command, "DATASET_INFOS", {})
     assert main(["data", "list", "folder"]) == 0
     assert re.search("roles +discovery, images", capsys.readouterr().out)
-    assert main(["data", "check", "folder", "--data-root", str(photos)]) == 0
+    assert main(["data", "check", f"folder:{photos}"]) == 0
     expect_error(capsys, ["data", "download", "folder", "--data-root", str(photos)], 2)
     monkeypatch.undo()
     said = expect_error(capsys, ["data", "download", "cityscapes", "--data-root", str(photos)], 2)
+    assert "https://www.cityscapes-dataset.com" in said
+    said = expect_error(capsys, ["data", "check", "cityscapes", "--data-root", str(photos)], 3)
     assert "https://www.cityscapes-dataset.com" in said
 
 
@@ -131,8 +137,14 @@ def test_downloads_are_unpacked_once_and_pass_the_check(
     assert "discovery  7 images of 7 published" in said
     assert "classes    21: background, aeroplane, bicycle" in said
     (root / f"voc.{kind}").unlink()
-    assert download(root) == 0
+    assert main(["data", "download", "voc2012", "--data-root", str(root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fetched"] == []
     assert server.ranges == [""]
+
+    published(make_archive(original / "second", kind), kind, digest=digest)
+    assert download(root) == 0
+    # Without a digest, only another address shows that an archive has changed.
+    assert len(server.ranges) == 1 + digest
 
 
 def test_free_space_is_checked_before_a_download_starts(
@@ -251,6 +263,10 @@ def test_invalid_or_incomplete_compressed_data_is_damaged(tmp_path):
             lambda base: (base / "ImageSets/Segmentation/train.txt").write_text("t1\n"),
             "1 images, expected 4",
         ),
+        (
+            lambda base: (base / "ImageSets/Segmentation/train.txt").open("a").write("\nv1"),
+            "5 images, expected 4",
+        ),
         (lambda base: (base / "Annotations/t2.xml").write_text("<a>"), "t2.xml"),
         (shutil.rmtree, "does not contain voc2012"),
     ],
@@ -263,10 +279,11 @@ def test_a_check_finds_missing_and_unreadable_files(published, tmp_path, change,
     assert said in out
     assert said in err
     assert f"ssl-bench data download voc2012 --data-root {root}" in err
-    assert ("`--subset`" in err) == ("images, expected" in said)
+    assert ("`--subset`" in err) == (said == "1 images, expected 4")
     assert err.count("\n") == 1
     assert check(root, "--json") == 3
     splits = json.loads(capsys.readouterr().out)["splits"]
+    assert [split["role"] for split in splits] == ["train", "val", "discovery"]
     assert any(said in problem for split in splits for problem in split["problems"])
 
 
@@ -279,6 +296,9 @@ def test_a_part_of_a_dataset_is_checked_with_subset(tmp_path, capsys):
     assert "4 images, sample of 4 read: ok" in capsys.readouterr().out
     (base / "JPEGImages/t1.jpg").write_bytes(b"cut")
     assert check(tmp_path, "--subset") == 3
+    capsys.readouterr()
+    assert check(tmp_path) == 3
+    assert "`--subset`" not in capsys.readouterr().err
 
 
 def test_folders_of_the_user_are_checked_with_overrides(tmp_path, capsys):

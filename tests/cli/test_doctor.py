@@ -1,15 +1,18 @@
 """Test the command `ssl-bench doctor`."""
 
 import json
+import os
 import sys
 from importlib import metadata
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.doctor import PACKAGES
+from ssl_bench.system.process import count_usable_cores
 from tests.support.faults import class_folders, voc
 
 
@@ -61,16 +64,31 @@ def test_versions_threads_caches_and_datasets_are_listed(capsys, tmp_path, monke
     assert f"no dataset in {tmp_path / 'empty'}" in line
 
 
+def test_settings_that_limit_commands_are_stated(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+
+    found = findings(capsys)
+
+    assert found["caches"][0].endswith(", offline")
+    assert f"(set OMP_NUM_THREADS={count_usable_cores()} " in found["cpu"][0]
+    assert found["disk"][0].endswith(f", but {Path.cwd()} is not writable")
+
+
 def test_broken_packages_come_last_with_the_remedy(capsys, monkeypatch):
     installed = metadata.version
 
     def version(name: str) -> str:
+        if name == "pillow":
+            raise metadata.PackageNotFoundError
         return "2.4.1" if name == "omegaconf" else installed(name)
 
     with monkeypatch.context() as patch:
         patch.setattr(metadata, "version", version)
-        (line,) = findings(capsys, code=5)["BROKEN"]
-    assert "omegaconf is 2.4.1" in line
+        lines = findings(capsys, code=5)["BROKEN"]
+    (line,) = (line for line in lines if "omegaconf is 2.4.1" in line)
+    assert any(line.startswith("pillow is not installed. ") for line in lines)
     assert line.endswith("pip install 'omegaconf<2.4,>=2.3'")
 
     monkeypatch.setitem(sys.modules, "pycocotools", None)

@@ -1,6 +1,7 @@
 """Test basic flags such as `--layers` and `--dry-run`."""
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 import yaml
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.planning import plan_request
+from ssl_bench.request import ProbeRequest
 from tests.support.faults import expect_error, make_pretrain_args, records
 
 OWN = str(Path(__file__).parents[1] / "support/own_module.py")
@@ -74,6 +77,25 @@ def test_a_message_names_the_tasks_that_ignore_a_key(workdir, capsys):
     for task in ("knn", "classification", "clustering"):
         words = f"probe --task {task} --dataset toy_objects --print-config"
         assert "is ignored" not in run_words(capsys, f"{words} probe.facet=attn_out")[1]
+
+
+def test_slow_tasks_come_last_and_second_protocols_do_not_change_settings_of_the_user():
+    for overrides, tasks in (
+        ([], ["tokencut", "tokencut", "pca", "geometry"]),
+        (["probe.tau=0.3"], ["tokencut", "pca", "geometry"]),
+    ):
+        request = ProbeRequest(["geometry", "pca", "tokencut"], ["toy"], overrides, all_tasks=True)
+        assert [planned.probe.task for planned in plan_request(request)] == tasks
+
+
+def test_a_run_without_a_folder_is_named_after_its_model_or_experiment(workdir, capsys):
+    for words, name in (
+        ("", "vit_small_skip-adamw"),
+        ("optimizer=soap model=vit_tiny_skipless", "vit_tiny_skipless-soap"),
+        ("experiment=dino_photographs_skipless_soap", "dino_photographs_skipless_soap"),
+    ):
+        out, _ = run_words(capsys, f"pretrain --data-root photos --dry-run --batch-size 2 {words}")
+        assert re.match(rf"run folder +runs/{name}-\d{{8}}-\d{{6}}\n", out)
 
 
 def test_keys_are_as_wide_as_the_terminal(workdir, monkeypatch):

@@ -4,6 +4,9 @@ import argparse
 import re
 import shlex
 from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from tests.cli.test_hints import REQUIRED
 from tests.support.faults import class_folders, expect_error
 
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
+FEATURES = "features --checkpoint encoder.safetensors --data-root photos --out features"
 TYPOS = [
     ("trian", 2, "ssl-bench pretrain"),
     ("nothing --task pca", 2, "ssl-bench --help"),
@@ -37,6 +41,8 @@ TYPOS = [
     ("reproduce cutting_the_skip/tabel2", 2, "ssl-bench reproduce cutting_the_skip/table2"),
     ("reproduce table2 --row 'skp, adamw'", 2, "--row 'skip, adamw'"),
     ("reproduce table2 --data-root imagenet1=x", 2, "--data-root imagenet1k=FOLDER"),
+    (f"{FEATURES} --split vla", 2, "--split val"),
+    (f"{FEATURES} --dtype float61", 2, "--dtype float16"),
 ]
 MISSING_OR_CONFLICTING = [
     ("probe --checkpoint x", 2, "ssl-bench probe --help"),
@@ -56,6 +62,9 @@ MISSING_OR_CONFLICTING = [
     ("table --pivot --as a=b", 2, "--paper TABLE"),
     ("keys probe", 2, "ssl-bench keys probe.attention"),
     ("reproduce --run", 2, "ssl-bench reproduce"),
+    ("reproduce --table", 2, "ssl-bench reproduce"),
+    ("reproduce cutting_the_skip train.epochs=3", 2, "ssl-bench reproduce"),
+    ("pretrain --extend", 2, "--out RUN"),
     ("reproduce table2 --run", 2, "data.root=FOLDER"),
     ("probe --task tokencut probe.neighbours=[1]", 2, "--task knn,retrieval,tracking"),
     ("probe --task tokencut probe.image_size=32", 2, "probe.longer_side=VALUE"),
@@ -70,6 +79,9 @@ MISSING_OR_CONFLICTING = [
     ("probe --task pca --limit 0", 2, ""),
     ("completion ksh", 2, ""),
     ("sweep --slurm --print", 2, ""),
+    ("reproduce table2 --print --table", 2, ""),
+    ("reproduce table2 --dataset voc2007", 2, "--dataset voc2012"),
+    (f"{FEATURES} --image-size 33", 2, ""),
     ("--device cpu probe", 2, ""),
 ]
 
@@ -114,6 +126,39 @@ def test_a_flag_that_expects_a_number_refuses_a_text(workdir, capsys, words):
 
     assert f"argument {flag}: " in line
     assert re.findall(r"`(.*?)`", line) == [f"ssl-bench {words.split()[0]} --help"]
+
+
+QUICK = REQUIRED | {"sweep": ("--task", "pca")}
+
+
+@pytest.fixture
+def parsed(monkeypatch) -> list[Any]:
+    """Return the inputs of each command that a test starts instead of running it."""
+    started: list[Any] = []
+    command = SimpleNamespace(command=lambda *inputs: started.append(inputs) or 0)
+    monkeypatch.setattr("ssl_bench.cli.parser.import_module", lambda _: command)
+    return started
+
+
+def test_a_flag_sets_the_key_that_its_help_names(parsed):
+    keys = set[str]()
+    for name, command in command_parsers(build_parser()).items():
+        for action in command._actions:
+            for key in re.findall(r"short for ([\w.]+)", action.help or ""):
+                flag, value = action.option_strings[0], "0" if action.type is int else "skip"
+                assert main([name, *QUICK.get(name, ()), flag, value]) == 0
+                inputs = parsed[-1][1]
+                assert f"{key}={value}" in getattr(inputs, "overrides", inputs), (name, flag)
+                keys.add(key)
+    assert {"seed", "train.seed", "data.limit", "probe.panels", "train.batch_size"} < keys
+
+
+def test_a_tilde_in_a_folder_or_file_stands_for_the_home_folder(parsed):
+    for name, command in command_parsers(build_parser()).items():
+        for action in command._actions:
+            if action.metavar in ("DIR", "FILE") and action.dest != "data_root":
+                assert main([name, *QUICK.get(name, ()), action.option_strings[0], "~/x"]) == 0
+                assert getattr(parsed[-1][0], action.dest) == str(Path.home() / "x"), action
 
 
 def test_every_command_has_a_help_and_a_debug_flag():

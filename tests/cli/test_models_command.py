@@ -117,6 +117,8 @@ def test_unknown_properties_of_modules_and_random_weights_are_stated(tmp_path, c
     assert "as the module initialised them" in said
     assert "queries, keys and values are unknown" in said
     assert "random" not in said
+    said = run_models(capsys, "random:timm:test_convnext")
+    assert "patches of 4 to 32 pixels, 0 [CLS], 0 registers" in said
     said = run_models(capsys, "timm:vit_tiny_patch16_224")
     assert re.search(r"file +none", said)
     assert "random" in said

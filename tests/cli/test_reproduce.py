@@ -35,6 +35,7 @@ from ssl_bench.errors import ConfigurationError, DataError, Preempted
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.published import PublishedTable, load_published_tables
 from ssl_bench.tables.run_logs import read_run_measure
+from tests.core.test_results import RECORD
 from tests.support.faults import photo_folder, picture, unchecked_types, voc
 from tests.support.faults import records as recorded
 from tests.support.runs import log_rows
@@ -101,6 +102,8 @@ def test_overrides_reach_runs_or_probes_and_exclude_unreachable_rows():
     assert len(command_lines(plan, of_runs=False)) == 4 * 6
     own = plan_of("table2", "train.max_steps=20", "train.warmup_epochs=0").steps[0].arguments
     assert "train.warmup_epochs=null" not in own
+    kept = " ".join(plan_of("table2", "train.keep_epochs=[7]").steps[0].arguments)
+    assert re.findall(r"train\.keep_epochs=(\S+)", kept) == ["[7]"]
     # This recipe has no warm-up and no other phase.
     assert "null" not in " ".join(plan_of("mnist", "train.max_steps=20").steps[0].arguments)
     assert plan_of("table2", "train.epochs=100").unreachable_rows == plan.unreachable_rows
@@ -169,9 +172,10 @@ def test_gpus_need_print_and_several_processes_are_refused(monkeypatch, capsys):
         hints.append(hint_for("--run", "data.root=images"))
 
     for words in hints:
-        assert run_command(words) == 0
+        assert run_command([*words, "--data-root", "imagenet1k=~/images"]) == 0
         printed = capsys.readouterr().out
         assert printed.count("torchrun --nproc-per-node=2 -m ssl_bench pretrain") == 6
+        assert f"--data-root {Path.home()}/images" in printed
     assert main(["reproduce", "table1", "--print", "--gpus", "0"]) == 2
 
 
@@ -195,6 +199,8 @@ def test_a_difference_needs_the_row_that_is_subtracted():
     ]
     assert set(plan.checkpoints) == {"both skips", "no skip around attention"}
     assert len(plan_of("mnist", rows=("ViT",)).steps) == 1
+    without = plan_of("convnext_atto").rows_without_run
+    assert plan_of("convnext_atto", rows=without[1:]).rows_without_run == without[1:] != ()
 
 
 def test_a_run_is_fine_tuned_after_its_pretraining():
@@ -213,6 +219,22 @@ def test_a_run_is_fine_tuned_after_its_pretraining():
         "monitor.results='my results'",
         "init_from=runs/mae_imagenet",
     )
+    out = Path("it's mine, and yours")
+    settings = plan_of("always_skip_attention/mae", out=out, runs=out).steps[1].arguments[1:4]
+    config = compose_config("pretraining", settings)
+    assert config["monitor"]["results"] == str(out)
+    assert config["init_from"] == f"{out}/mae_imagenet"
+
+
+def test_a_plan_names_the_records_that_it_cannot_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    store = ResultStore.create(Path("results"))
+    store.save(RECORD)
+    (store.path(RECORD.key()).parent / "damaged.json").write_text("{")
+
+    assert main(["reproduce", "cutting_the_skip/table2"]) == 0
+
+    assert "1 of 2 records cannot be shown" in capsys.readouterr().err
 
 
 def test_figure_plans_end_with_the_command_that_draws_them(capsys):
@@ -260,6 +282,9 @@ def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
     assert "(6 rows, all reproduced by 4 runs)" in said
     assert "4 runs, 4 not finished" in said
     assert "voc2012 2 GB" in said
+    (sizes,) = [line for line in said.splitlines() if line.startswith("datasets: ")]
+    *parts, total = map(float, re.findall(r"([\d.]+) GB", sizes))
+    assert sum(parts) == pytest.approx(total, abs=2)
     assert "rows skipped, because the runs end before their epoch: 'skipless, adamw, 200" in said
     assert "ssl-bench pretrain experiment=supervised_imagenet_skip_adamw monitor.results=" in said
     assert not list(tmp_path.iterdir())
@@ -335,6 +360,29 @@ def test_a_failed_run_stops_only_the_steps_that_need_it(tmp_path):
     assert outcomes[f"pretrain {skipless}"] == ("failed", 1)
     assert outcomes[f"tokencut on voc2012, {skipless}@200"] == ("failed", 1)
     assert [state for state, _ in outcomes.values()].count("finished") == 5
+
+
+def test_a_failed_step_sets_the_exit_code_until_all_steps_are_finished(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    outs = list[Path]()
+
+    def run(line) -> int:
+        outs.append(Path(line[line.index("--out") + 1]))
+        if len(outs) == 1:
+            raise DataError("no images")
+        if not outs[-1].exists():
+            run_folder(outs[-1], step=2, epoch=0.0, train="{epochs: 9, max_steps: 2}")
+        return 0
+
+    monkeypatch.setattr(reproduce_command, "run_command", run)
+    words = ["reproduce", "one_skip", "--row", "no skip around attention", "--run", "data.root=x"]
+    for code, counts in ((3, "1 steps finished, 1 failed"), (0, "2 steps finished, 0 failed")):
+        assert main(words) == code
+        said = capsys.readouterr().err
+        assert counts in said
+        assert ("run the same command again" in said) == bool(code)
 
 
 @pytest.mark.parametrize(("error", "code"), [(Preempted("saved"), 75), (KeyboardInterrupt(), 130)])

@@ -4,9 +4,12 @@ Training for all tables would take GPU-years, so the test saves made-up weights 
 """
 
 import json
+import re
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,3 +204,19 @@ def test_commands_that_parse_fill_every_row_with_a_run(table, tmp_path, monkeypa
     assert all(ours[cell] for cell in expected)
     # Each published value of a row with a run has a cell of ours.
     assert {place for place in table.values if place[0] in table.runs} <= expected
+
+    assert main(["reproduce", full_name(table), f"model.depth={DEPTH}"]) == 0
+    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    counts = {tuple(row[:2]): int(row[2]) for row in rows if row[1:2] and row[1][:5] == "runs/"}
+    steps = [step for step in plan.steps if step.needed_run and not step.is_training]
+    assert len(counts) == len(steps)
+    assert all(counts.values())
+
+    first = next(iter(table.runs.values())).partition("@")[0]
+    shutil.rmtree(Path("runs", first), ignore_errors=True)
+    assert main(["reproduce", full_name(table), "--table", f"model.depth={DEPTH}"]) == 0
+    measured = [column.name for column in table.columns if column.task != DIFFERENCE]
+    others = [row for row in table.runs if table.runs[row].partition("@")[0] != first]
+    (printed,) = json.loads(capsys.readouterr().out)
+    left = {(cell["row"], cell["column"]): cell["ours"] for cell in printed["cells"]}
+    assert all(left[cell] == ours[cell] for cell in product(others, measured) if cell in ours)

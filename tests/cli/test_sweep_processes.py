@@ -31,6 +31,10 @@ SCRIPT = textwrap.dedent(
     if ends == "short once" and first:
         print("ssl-bench: out of memory (CUDA out of memory)", file=sys.stderr)
         sys.exit(5)
+    if ends == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if ends == "fails":
+        print("a warning\\nssl-bench: no such image", file=sys.stderr)
     sys.exit(3 if ends == "fails" else 0)
     """
 )
@@ -95,14 +99,28 @@ def test_a_job_that_ran_out_of_memory_is_retried_alone(workdir, capsys, ends, sa
 
 def test_jobs_that_fail_again_or_for_other_reasons_have_failed(workdir):
     jobs = [_Job("hungry", "killed"), _Job("wrong", "fails"), _Job("good")]
+    jobs.append(_Job("broken", "crashes"))
 
     outcomes = {job.title: outcome for job, outcome in run_in_processes(jobs, 2)}
 
     codes = {title: outcome.exit_code for title, outcome in outcomes.items()}
-    assert codes == {"hungry": 5, "wrong": 3, "good": 0}
+    assert codes == {"hungry": 5, "wrong": 3, "good": 0, "broken": 5}
     assert outcomes["hungry"].error.endswith("; use `--layer BLOCKS`")
+    assert outcomes["broken"].error.endswith("; use `--jobs 1`")
+    assert outcomes["wrong"].error == "no such image"
     begun = [name for what, name, _ in log_rows() if what == "begin"]
-    assert (begun.count("wrong"), begun.count("hungry")) == (1, 2)
+    assert [begun.count(name) for name in ("wrong", "broken", "hungry")] == [1, 1, 2]
+
+
+def test_parallel_jobs_share_the_cores(workdir, monkeypatch):
+    code = "import os, sys; sys.exit(int(os.environ['OMP_NUM_THREADS']))"
+    words = [sys.executable, "-S", "-c", code]
+    monkeypatch.setattr(sweep, "probe_command", lambda _: words)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+
+    for count, threads in ((1, 7), (3, 2), (9, 1)):
+        ((_, outcome),) = run_in_processes([_Job("one")], count)
+        assert outcome.exit_code == threads
 
 
 def test_the_visible_devices_are_those_of_the_environment(monkeypatch):

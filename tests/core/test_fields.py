@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
@@ -101,6 +101,16 @@ def test_range_ends_are_legal_and_named_in_the_message(kind, legal, words):
 
     assert words in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+def test_a_choice_of_numbers_refuses_equal_values_and_only_numbers_are_quoted():
+    for value in (True, 1.0):
+        with pytest.raises(ConfigurationError):
+            require_type("probe.key", Literal[1, 2], value)
+    for value, hint in ((3, ("probe.key='3'",)), (True, ("probe.key='True'",)), ([3], ())):
+        with pytest.raises(ConfigurationError) as refused:
+            require_type("probe.key", str, value)
+        assert refused.value.hint == hint
 
 
 @dataclass

@@ -198,9 +198,13 @@ def test_python_and_the_command_line_build_the_same_request(tmp_path, monkeypatc
     words = ["--task", "pca,knn", "--dataset", "folder,toy", "--data-root", f"folder={tmp_path}"]
     words += ["--layer", "0,-1", "--out", "there", "--device", "cpu", "--on-bad-image", "skip"]
     words += ["--overwrite", "--limit", "3", "--pictures", "2", "probe.tau=0.5", "seed=4"]
+    words += ["dtype=bfloat16", "corrupt=fog:1", "probe.facet=null", "data.fingerprint=stat"]
+    words += ["dataset.class_names=['it\\'s',b]", "probe.centre=true"]
     given: dict[str, Any] = {"task": "pca,knn", "dataset": "folder,toy", "layer": "0,-1"}
     given |= {"data_root": f"folder={tmp_path}", "out": "there", "device": "cpu"}
     given |= {"on_bad_image": "skip", "overwrite": True, "limit": 3, "pictures": 2}
+    given |= {"dtype": "bfloat16", "corrupt": "fog:1", "facet": None, "data.fingerprint": "stat"}
+    given |= {"class_names": ["it's", "b"], "centre": True}
 
     assert main(["probe", *words, "--checkpoint", "demo:skip"]) == 3
     with pytest.raises(DataError):
@@ -260,6 +264,11 @@ def test_messages_and_hints_name_the_keywords_of_python(tmp_path, capsys):
             ssl_bench.probe(own_module.own(), **{**given, **words})
 
 
+def test_an_empty_list_of_images_is_refused(tmp_path):
+    with pytest.raises((ConfigurationError, DataError)):
+        ssl_bench.probe(own_module.own(), task="pca", images=[], out=tmp_path)
+
+
 def test_unreadable_images_are_left_out_with_on_bad_image(tmp_path):
     picture(0).save(tmp_path / "a.png")
     (tmp_path / "b.png").touch()
@@ -272,7 +281,7 @@ def test_unreadable_images_are_left_out_with_on_bad_image(tmp_path):
     assert {record.num_images for record in found} == {1}
 
 
-def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
+def test_results_are_a_table_a_frame_and_a_figure(tmp_path, capsys):
     found = ssl_bench.probe(own_module.own(), task="geometry", out=tmp_path, layer="0,-1", **FEW)
 
     assert found._repr_markdown_().startswith("**geometry")
@@ -281,7 +290,9 @@ def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
     assert [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].lines] == [[0, 2]]
     assert ssl_bench.read_results(tmp_path).table() == found.table()
     other = ssl_bench.probe(own_module.own(), task="pca", out=tmp_path, layer="0,-1", **FEW)
+    (next(tmp_path.rglob("records/**/*.json")).parent / "damaged.json").write_text("{")
     both, given = ssl_bench.read_results(tmp_path), {"task": "pca", "dataset": "toy"}
+    assert "records cannot be shown" in capsys.readouterr().err
     assert both.table(task="geometry") == found.table()
     assert both.table("markdown", **given) == other.table("markdown")
     chosen = found.table(metric="rankme,lidar", facet="cls").splitlines()
@@ -497,6 +508,7 @@ def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, capsys, for
 
     index = pandas.read_parquet("out/index.parquet")
     assert list(index["image_id"]) == [*names[:2], r"\udcff\udcfe.png"]
+    assert index[["label", "class"]].isna().all(axis=None)
     file = tmp_path / "out" / index["file"][0]
     stored = safetensors.numpy.load_file(file) if form == "safetensors" else np.load(file)
     files = [tmp_path / "photos" / name for name in names]
@@ -528,7 +540,18 @@ def test_a_photograph_is_rotated_by_its_exif_orientation(tmp_path):
     assert torch.equal(*found[2]["token"])
 
 
-def test_the_index_of_features_names_the_class_of_each_image(tmp_path, monkeypatch):
+def test_files_arrays_and_tensors_are_resized_alike(tmp_path):
+    picture(0, 96, 64).save(tmp_path / "0.png")
+    pixels = np.asarray(picture(0, 96, 64))
+    images = [tmp_path / "0.png", pixels, torch.tensor(pixels).permute(2, 0, 1) / 255]
+
+    found = ssl_bench.extract_features("demo:skip", images, layers=[0], image_size=32)[0]["token"]
+
+    assert found.shape[1:3] == (4, 4)
+    torch.testing.assert_close(found[1:], found[:1].expand(2, -1, -1, -1), rtol=0, atol=0.05)
+
+
+def test_the_index_of_features_names_the_class_of_each_image(tmp_path, monkeypatch, capsys):
     pandas = pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
     class_folders(tmp_path / "classes", count=1)
@@ -545,6 +568,8 @@ def test_the_index_of_features_names_the_class_of_each_image(tmp_path, monkeypat
         rows = index[["split", "label", "class"]].to_numpy().tolist()
         names = [(0, "cat"), (1, "dog")][: 1 if "--limit" in more else 2]
         assert rows == [[split, *name] for split in splits for name in names]
+    Path("classes/val/dog/0.jpg").write_bytes(b"cut")
+    assert "`--on-bad-image skip`" in expect_error(capsys, features(tmp_path / "cut", *data[:4]), 3)
 
 
 def test_features_continue_after_an_interruption(tmp_path, monkeypatch):
@@ -566,6 +591,9 @@ def test_features_continue_after_an_interruption(tmp_path, monkeypatch):
         assert main(features(files, *npz)) == 130
     kept = {path: path.stat().st_mtime_ns for path in files.glob("all-*")}
     assert len(kept) == 2
+    orphan = files / f".ssl-bench-{7:032x}.tmp"
+    orphan.touch()
+    os.utime(orphan, (0, 0))
 
     assert main(features(files, *npz)) == 0
 
