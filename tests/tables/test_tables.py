@@ -261,6 +261,7 @@ def test_negative_and_infinite_values_are_drawn_unlike_undefined_ones():
     assert np.asarray(axis.lines[0].get_ydata()).tolist() == [-2.03, -2.03]
     assert axis.get_yscale() == "linear"
     assert (band_heights(axis).min(), band_heights(axis).max()) == (-2.1, -1.9)
+    assert np.isnan(draw_axis(records[2:]).lines[0].get_ydata()).all()
 
     infinite = replace(RECORD, metric="spread", unit="", value=2e6, ci95=(1e6, math.inf))
     axis = draw_axis([infinite, replace(infinite, layer=4, value=math.inf)])
