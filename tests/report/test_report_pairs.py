@@ -174,8 +174,9 @@ def test_pairs_of_many_checkpoints_must_be_requested(tmp_path, capsys):
 
     assert len(choose_pairs(few, [])) == 15
     assert choose_pairs(many, []) == []
-    (pair,) = choose_pairs(many, [(make_encoder_id("6"), make_encoder_id("0"))])
-    assert (pair.first.name, pair.second.name) == ("m6", "m0")
+    for checkpoints, name in ((many, "6"), (few, "5")):
+        (pair,) = choose_pairs(checkpoints, [(make_encoder_id(name), make_encoder_id("0"))])
+        assert (pair.first.name, pair.second.name) == (f"m{name}", "m0")
     with pytest.raises(ConfigurationError) as caught:
         choose_pairs(few, [(make_encoder_id("1"), make_encoder_id("1"))])
     assert caught.value.hint == ("--pair", "{checkpoint}", "{other_checkpoint}")
