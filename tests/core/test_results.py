@@ -58,14 +58,20 @@ def test_a_saved_record_comes_back_and_nan_becomes_null(tmp_path):
 def test_error_for_a_run_folder_recommends_to_probe_its_encoder(tmp_path):
     config = {"objective": {"_target_": "a.Dino"}, "model": {"patch_size": 16}}
     (tmp_path / "config.yaml").write_text(json.dumps(config))
-    rows = [{"step": 1, "loss": 9, "lr": 1}, {"step": 7, "loss": 1.5, "lr": 1, "val_top1": None}]
+    last = {"step": 7, "loss": 1.5, "lr": 1, "val_top1": None, "val_top5": 62.5}
+    rows = [{"step": 1, "loss": 9, "lr": 1}, last]
     (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
     with pytest.raises(DataError) as raised:
         ResultStore(tmp_path).records()
 
-    assert "Dino, step 7, loss 1.5" in str(raised.value)
+    assert "(Dino, step 7, loss 1.5, val_top5 62.5)" in str(raised.value)
     assert raised.value.hint[4:6] == ("--checkpoint", str(tmp_path))
+    # No probe reads the model of a run on letters.
+    (tmp_path / "config.yaml").write_text(json.dumps(config | {"model": {"depth": 2}}))
+    with pytest.raises(DataError) as raised:
+        ResultStore(tmp_path).records()
+    assert (raised.value.hint, "Dino, step 7" in str(raised.value)) == ((), True)
 
 
 @pytest.mark.parametrize("log", ["", "[]\n", "not JSON\n"])
@@ -102,6 +108,8 @@ def test_records_are_sorted_by_path_and_outdated_ones_counted_once(tmp_path):
     paths = [store.path(record.key()).parts for record in first]
     assert paths == sorted(paths)
     assert (again, len(store.outdated), store.num_records) == (first, 1, 5)
+    (line,) = store.describe_left_out()
+    assert "(tokencut: metric version 0, now 1)" in line
 
 
 def test_encoder_id_depends_on_weights_architecture_mean_and_std():
@@ -407,6 +415,8 @@ def test_a_changed_row_is_reported_and_stays_damaged(tmp_path, column):
 
     assert len(store.records()) == 2
     assert len(store.unreadable) == 1
+    store.encoders()
+    assert (len(store.unreadable), store.num_records) == (1, 3)
     store.pack()
     assert len(ResultStore(tmp_path).records()) == 2
     # A damaged row is replaced by a new record, unless the name of its file is damaged.

@@ -66,6 +66,12 @@ def test_a_table_of_classes_of_several_seeds_has_a_note(tmp_path):
         record = replace(record, details={"iou_by_class": {"dog": 3.0}})
         (page,) = write_report(tmp_path, record).glob("checkpoint-*.html")
         assert ("are those of the lowest seed" in page.read_text()) == (seed == 0)
+    # Of several mean IoU metrics, only the first has a table of classes.
+    details = {"iou_by_class": {"dog": 7.0}}
+    (page,) = write_report(tmp_path, replace(record, metric="miou_holdout", details=details)).glob(
+        "checkpoint-*.html"
+    )
+    assert re.findall(r">dog</th><td>(.*?)<", page.read_text()) == ["7.0"]
 
 
 def test_pictures_are_found_by_block_and_by_protocol(tmp_path):

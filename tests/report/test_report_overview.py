@@ -395,7 +395,8 @@ def test_overlapping_intervals_are_tied_without_per_image_values(tmp_path):
         *(
             build_record(model=name, checkpoint_sha256=name * 64, value=sum(ends) / 2, ci95=ends)
             for name, ends in intervals.items()
-        )
+        ),
+        build_record(model="d", checkpoint_sha256="d" * 64, value=75.0, ci95=None),
     )
 
     tied = find_tied_checkpoints(ResultStore(tmp_path), panel)

@@ -12,7 +12,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import identify_encoder
 from ssl_bench.report.pairs import choose_pairs, compare_in_panel, load_per_image_scores
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
-from ssl_bench.report.pictures import PictureFiles, find_galleries, pair_galleries
+from ssl_bench.report.pictures import PictureFiles, find_galleries, keep_layers, pair_galleries
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import compare_encoders
 from tests.report.test_report import write_report
@@ -53,6 +53,9 @@ def test_a_pair_shows_the_pictures_that_both_checkpoints_have(tmp_path):
     assert all(
         get_figures_folder(records[1]) in path for _, other in pairs for path in other.paths()
     )
+    # Without a common block, only the picture of all blocks remains.
+    pairs = pair_galleries(keep_layers(first, {0}, 3), keep_layers(second, {1}, 3))
+    assert [list(one.prefixes) for one, _ in pairs] == [[None]]
 
 
 @pytest.mark.parametrize("ids", [("dog", "cat", "cow", "sky"), None])
@@ -171,8 +174,9 @@ def test_pairs_of_many_checkpoints_must_be_requested(tmp_path, capsys):
 
     assert len(choose_pairs(few, [])) == 15
     assert choose_pairs(many, []) == []
-    (pair,) = choose_pairs(many, [(make_encoder_id("6"), make_encoder_id("0"))])
-    assert (pair.first.name, pair.second.name) == ("m6", "m0")
+    for checkpoints, name in ((many, "6"), (few, "5")):
+        (pair,) = choose_pairs(checkpoints, [(make_encoder_id(name), make_encoder_id("0"))])
+        assert (pair.first.name, pair.second.name) == (f"m{name}", "m0")
     with pytest.raises(ConfigurationError) as caught:
         choose_pairs(few, [(make_encoder_id("1"), make_encoder_id("1"))])
     assert caught.value.hint == ("--pair", "{checkpoint}", "{other_checkpoint}")

@@ -64,10 +64,13 @@ def test_blocks_are_compared_with_the_best_on_equal_images(store, counts, expect
 def test_intervals_are_compared_if_there_are_no_per_image_values(store):
     ends = ((1.0, 2.0, 4.0), (3.0, 5.0, 6.5), (6.0, 7.0, 9.0))
     records = [build_record(layer=n, value=v, ci95=(a, b)) for n, (a, v, b) in enumerate(ends)]
+    lowest = build_record(layer=3, value=0.5, ci95=(0.0, 1.0))
+    records.append(replace(lowest, details={"degenerate_percent": 60.0}))
 
     ((text,),) = summarize(store, *records)
 
-    assert extract_numbers(text) == "2 7.0 1 2"
+    # Block 3 is degenerate, so it is not counted.
+    assert extract_numbers(text) == "2 7.0 1 2 3"
 
 
 def test_better_blocks_for_the_compared_seed_are_not_called_lower(store):

@@ -128,6 +128,8 @@ def test_figures_draw_degenerate_values_hollow():
     texts, none = ([t.get_text() for t in one.legends[0].get_texts()] for one in (figure, plain))
     assert texts == ["skip", "skipless", "more than 50 % degenerate"]
     assert none == ["skip"]
+    (*_, last) = curves_figure(depth_tables([SKIP[0], replace(SKIP[1], dataset="voc")])).legends
+    assert last.get_texts()[-1].get_text() == texts[-1]
 
 
 def test_the_report_draws_crosses_at_degenerate_values(store, cli):

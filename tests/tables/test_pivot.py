@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from ssl_bench.results import Baseline
 from ssl_bench.tables.encoders import column_names, encoder_table
 from ssl_bench.tables.entries import ScoreEntry
-from ssl_bench.tables.layer_selection import choose_block
+from ssl_bench.tables.layer_selection import choice_notes, choose_block
 from ssl_bench.tables.sheets import render_tables
 from tests.core.test_results import RECORD
 
@@ -73,12 +74,12 @@ def test_oracles_take_the_best_block_and_folds_other_images(store):
 
 
 def test_the_oracle_never_takes_an_undefined_value(store):
-    records = [save(store, "a", layer, hits(layer, 0), has_hits=False) for layer in (0, 1)]
-    records += [replace(records[0], layer=2, value=math.nan)]
+    records = [save(store, "a", layer, hits(layer > 1, 0), has_hits=False) for layer in (1, 2)]
+    undefined = [replace(records[0], layer=layer, value=math.nan) for layer in (0, 3)]
 
-    oracle = choose(records, store, "oracle")
+    oracle = choose([*records, *undefined], store, "oracle")
 
-    assert (oracle.value, oracle.layers, oracle.candidate_layers) == (50.0, (1,), (0, 1, 2))
+    assert (oracle.value, oracle.layers, oracle.candidate_layers) == (50.0, (2,), (0, 1, 2, 3))
 
 
 def test_the_set_of_blocks_that_most_seeds_have_is_offered(store):
@@ -99,6 +100,9 @@ def test_a_block_chosen_by_all_folds_keeps_its_interval(store):
 
     assert (chosen.low, chosen.high, chosen.degenerate_percent) == (90.0, 100.0, 4.0)
     assert chosen.layers == (1,)
+    # Only a mean IoU over several blocks gets a second note.
+    miou = replace(chosen, records=(replace(records[1], metric="miou"),))
+    assert len(choice_notes([miou], "holdout")) == 1
     # The hold-out choice needs per-image values only if there are several blocks.
     other = save(store, "a", 3, hits(1, 0), has_hits=False)
     assert choose([other], store, "holdout").value == 50.0
@@ -131,7 +135,8 @@ def test_each_seed_chooses_its_block_and_the_values_are_averaged(store):
 def test_values_that_are_printed_equal_share_their_rank(store):
     toy = {"a": hits(1, 1, 0, 0), "d": hits(1, 0, 0, 0), "e": hits(1, 1, 0, 0)}
     voc = {"a": hits(0, 0, 0, 1), "d": hits(0, 1, 1, 1)}
-    records = [save(store, sha, 5, values) for sha, values in toy.items()]
+    baseline = Baseline("centre box", 20.0).as_details()
+    records = [save(store, sha, 5, values, details=baseline) for sha, values in toy.items()]
     records += [save(store, sha, 5, values, dataset="voc2012") for sha, values in voc.items()]
 
     table = encoder_table(records, store, "holdout")
@@ -145,6 +150,8 @@ def test_values_that_are_printed_equal_share_their_rank(store):
     text = render_tables([table], "text")
     assert text.startswith("encoders (%): tokencut, corloc, block 5\n")
     assert "voc2012: tokencut, corloc, val, key, protocol reference, 4 images" in text
+    assert text.count("image-independent baseline") == 1
+    assert "toy: image-independent baseline (centre box): 20.0" in text
 
 
 def test_a_wide_table_is_split_into_parts_of_100_characters(store, cli):

@@ -80,7 +80,7 @@ def test_percentages_have_one_decimal_and_their_curves_a_unit(tmp_path, print_ta
     run = write_log(tmp_path / "run", make_rows(3, **measures))
 
     for names, text, unit in ((percentages, "20.0", "%"), (numbers, "20.00", "")):
-        metric = ",".join(names)
+        metric = ",".join([*names, names[0]])
         cells = parse_markdown(print_table(run, "--metric", metric))
         assert (cells["step"], cells["2"]) == (names, [text] * len(names))
         curves = step_table(read_run_logs([run]), metric, has_all=False).curves_by_measure()
@@ -151,6 +151,15 @@ def test_drawn_curves_are_short_and_have_gaps(tmp_path, print_table):
     assert {math.floor(10 * value) for value in band} == {20, 30}
     print_table(*logs, "--figure", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_all_charts_over_steps_have_the_same_axis(tmp_path):
+    rows = make_rows(100, loss=float, knn_top1=lambda step: 9.0 if step == 20 else "absent")
+    logs = read_run_logs([write_log(tmp_path / "run", rows)])
+
+    figure = curves_figure(step_table(logs, None, has_all=False).curves_by_measure())
+
+    assert [axis.get_xlim() for axis in figure.axes] == [(0, 102), (0, 102)]
 
 
 @pytest.mark.parametrize(

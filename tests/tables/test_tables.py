@@ -239,7 +239,8 @@ def test_titles_and_legend_of_a_figure_do_not_overlap(panels, models):
 
 
 @pytest.mark.parametrize(
-    ("unit", "chance", "scale"), [("", None, "log"), ("%", None, "linear"), ("", 0.0, "linear")]
+    ("unit", "chance", "scale"),
+    [("", None, "log"), ("%", None, "linear"), ("", 0.0, "linear"), ("%", 95.0, "linear")],
 )
 def test_units_determine_scales_and_intervals_are_drawn_as_bands(unit, chance, scale):
     details = {} if chance is None else Baseline("random clusters", chance).as_details()
@@ -250,6 +251,9 @@ def test_units_determine_scales_and_intervals_are_drawn_as_bands(unit, chance, s
 
     assert axis.get_yscale() == scale
     assert chance is None or axis.get_ylim()[0] < chance
+    # The label of a baseline above all scores is below its line, so it does not touch the title.
+    sides = [text.get_verticalalignment() for text in axis.texts]
+    assert sides == ([] if chance is None else ["top" if chance else "bottom"])
     assert (band_heights(axis).min(), band_heights(axis).max()) == (1.0, 9.0)
 
 
@@ -261,6 +265,7 @@ def test_negative_and_infinite_values_are_drawn_unlike_undefined_ones():
     assert np.asarray(axis.lines[0].get_ydata()).tolist() == [-2.03, -2.03]
     assert axis.get_yscale() == "linear"
     assert (band_heights(axis).min(), band_heights(axis).max()) == (-2.1, -1.9)
+    assert np.isnan(draw_axis(records[2:]).lines[0].get_ydata()).all()
 
     infinite = replace(RECORD, metric="spread", unit="", value=2e6, ci95=(1e6, math.inf))
     axis = draw_axis([infinite, replace(infinite, layer=4, value=math.inf)])
