@@ -454,6 +454,7 @@ def test_heads_are_trained_on_other_features_or_several_blocks(
 
     assert [r.details["layers"] for r in records if r.metric == "rmse"] == blocks
     assert all(math.isfinite(record.value) for record in records)
+    assert not any("edge" in line for record in records for line in record.details["warnings"])
 
 
 def test_an_encoder_without_cls_is_scored_by_its_patches(folders, encoder_without_cls, tmp_path):
