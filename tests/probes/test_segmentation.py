@@ -305,7 +305,8 @@ def test_panels_show_the_image_the_true_mask_and_every_block(tmp_path):
     assert abs(truth - pixels[30:160, 8:192]).mean() > 20
     assert abs(truth - last_block).mean() < 10
     # The first line of the legend is the most frequent class, which fills the second true mask.
-    with Image.open(tmp_path / "pictures" / names[1]) as picture:
+    list(probe.run(probe_context(tmp_path / "one", dataset=dataset, layers=(3,))))
+    with Image.open(tmp_path / "one/pictures" / names[1]) as picture:
         shown = np.asarray(picture.convert("RGB")).reshape(-1, 3).tolist()
     colours = voc_colours()[:4].tolist()
     assert next(pixel for pixel in shown if pixel in colours[1:]) == colours[3]
