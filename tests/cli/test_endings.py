@@ -1,5 +1,7 @@
 """Test the last lines that a command prints."""
 
+import re
+
 import pytest
 
 from ssl_bench.cli.__main__ import main
@@ -23,10 +25,11 @@ def probe(task: str, *more: str) -> int:
     return main(["probe", "--task", task, *both, *more])
 
 
-def test_the_number_of_images_without_a_figure_is_printed(capsys):
-    assert probe("pca", *PHOTOS, "probe.panels=3") == 0
-    assert "3 of 4 images are shown as PCA maps; use `--pictures 4`" in capsys.readouterr().err
-    assert probe("pca", *PHOTOS, "--pictures", "4", "--overwrite") == 0
+@pytest.mark.parametrize("task", ["pca", "attention"])
+def test_the_number_of_images_without_a_figure_is_printed(capsys, task):
+    assert probe(task, *PHOTOS, "probe.panels=3") == 0
+    assert re.search(r"only 3 of 4 images are .*; use `--pictures 4`", capsys.readouterr().err)
+    assert probe(task, *PHOTOS, "--pictures", "4", "--overwrite") == 0
     assert "of 4 images" not in capsys.readouterr().err
 
 

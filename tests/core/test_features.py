@@ -198,13 +198,13 @@ def test_heads_can_be_trained_on_features_which_have_no_graph():
 
 def test_normalised_images_are_padded_with_zeros_right_and_bottom():
     encoder = ours()
-    images = torch.rand(1, 3, 13, 20)
-    with pytest.raises(ConfigurationError, match=r"13 x 20 .*16 x 16"):
+    images = torch.rand(1, 3, 13, 30)
+    with pytest.raises(ConfigurationError, match=r"13 x 30 .*16 x 32"):
         FeatureExtractor(encoder, layers=[2])(images)
     padded = FeatureExtractor(encoder, layers=[2], pad=True)(images)[2]["token"]
     # The mean becomes zero by normalisation.
-    by_hand = torch.tensor(encoder.mean).view(1, 3, 1, 1).repeat(1, 1, 16, 24)
-    by_hand[..., :13, :20] = images
+    by_hand = torch.tensor(encoder.mean).view(1, 3, 1, 1).repeat(1, 1, 16, 32)
+    by_hand[..., :13, :30] = images
     expected = FeatureExtractor(encoder, layers=[2])(by_hand)[2]["token"]
     torch.testing.assert_close(padded, expected, rtol=0, atol=1e-6)
 

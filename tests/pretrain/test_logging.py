@@ -47,12 +47,15 @@ def test_the_remaining_time_is_never_negative(workdir, monkeypatch, capsys):
 def test_the_remaining_time_counts_only_the_remaining_steps(monkeypatch, capsys, done, left):
     seconds = itertools.count()
     monkeypatch.setattr("pretrain.logging.time.monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(logging, "_LONG", 30.0)
     bar = ProgressBar(total=100, done=done, quiet=False, stop_time=math.inf)
     for step in range(done + 1, done + 4):
         row = {"step": step, "epoch": 0, "loss": 1.0, "images_per_second": 9.0, "mfu": 1.0}
         bar.show(row | {"data_wait": 0.0})
     bar.close()
-    (line,) = capsys.readouterr().err.splitlines()
+    *advice, line = capsys.readouterr().err.splitlines()
+    # The settings of a resumed run cannot change, so only a new run is advised to be shorter.
+    assert ["train.max_steps=3600" in one for one in advice] == [True] * (done == 0)
     assert line.startswith(f"step {done + 3}/100 ")
     assert line.endswith(f"  {left} left")
 

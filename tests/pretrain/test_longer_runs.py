@@ -195,6 +195,11 @@ def test_an_extension_must_be_longer_and_change_nothing_else(root, tmp_path):
     for epochs, seed, reason in cases:
         with pytest.raises(ConfigurationError, match=reason):
             plan(root, epochs=epochs, seed=seed).run(tmp_path, extend=True, device="cpu")
+    # A resumed run is told about `--extend` only if this option would help.
+    for epochs, seed, helps in ((3, 3, True), (1, 3, False), (3, 4, False)):
+        with pytest.raises(ConfigurationError) as caught:
+            plan(root, epochs=epochs, seed=seed).run(tmp_path, resume=True, device="cpu")
+        assert ("--extend" in caught.value.hint) == helps
 
 
 def test_only_plain_resume_starts_a_missing_run(workdir, capsys):

@@ -115,12 +115,12 @@ def test_the_time_of_the_monitor_is_not_training_time(root, tmp_path, capsys, mo
 
 def test_resumed_runs_may_change_the_monitor_which_equals_the_probe(root, tmp_path):
     stopped_after_a_step(monitored_plan(root, monitor=Monitor()), tmp_path)
-    monitor = replace(KNN_ONLY, neighbours=3, batch_size=4)
+    monitor = replace(KNN_ONLY, neighbours=13, temperature=1e-4, batch_size=4)
     path = monitored_plan(root, monitor=monitor).run(tmp_path, resume=True, device="cpu")
     assert [row["step"] for row in log_rows(tmp_path) if "knn_top1" in row] == [6, 8]
-    probe = KNN(neighbours=[3], crop_share=1.0)
+    probe = KNN(neighbours=[13], temperature=1e-4, crop_share=1.0)
     context = ProbeContext(load_encoder(str(path)), ClassFolders(root), layers=(1,))
-    (value,) = [score.value for score in probe.run(context) if score.metric == "top1_k3"]
+    (value,) = [score.value for score in probe.run(context) if score.metric == "top1_k13"]
     assert log_rows(tmp_path)[-1]["knn_top1"] == pytest.approx(value)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain import checkpoints, train
+from pretrain import checkpoints, logging, train
 from pretrain.crops.multi import MultiCrop
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import build_vit, load_encoder
@@ -171,6 +171,25 @@ def test_steps_with_non_finite_weights_do_not_count_as_saved(workdir, capsys, mo
     assert main([*run, "--resume"]) == 0
     assert "time limit reached: 1 of 6 steps are saved in run" in capsys.readouterr().err
     assert state_of(workdir / "run")["step"] == 1
+
+
+@pytest.mark.parametrize(("seconds", "saved"), [(121, [1, 3]), (100, [3])])
+def test_a_state_is_saved_minutes_after_the_last_one(workdir, monkeypatch, seconds, saved):
+    class LateClock(logging.Clock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last_save -= seconds
+
+    def save_and_count(self, state, *arguments):
+        found.append(state["step"])
+        save(self, state, *arguments)
+
+    save, found = checkpoints.Saver.save, []
+    monkeypatch.setattr(logging, "Clock", LateClock)
+    monkeypatch.setattr(checkpoints.Saver, "save", save_and_count)
+    words = ("train.checkpoint_minutes=2.0", "train.max_steps=3")
+    assert main(make_pretrain_args(workdir / "photos", "run", *words)) == 0
+    assert found == saved
 
 
 @pytest.mark.slow

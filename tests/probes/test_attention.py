@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -406,6 +406,14 @@ def test_sides_are_reduced_to_multiples_of_the_patch():
     for option, size in sizes.items():
         options = dict([option] if option else [])
         assert Attention(**options).prepare(sample, 8).shape == (3, *size)
+
+
+def test_only_settings_that_change_scores_identify_a_result():
+    # Without masks, only the images in figures are scored.
+    truths: tuple[Literal["classes", "object", "none"], ...] = ("classes", "object", "none")
+    numbers = [Attention(truth=truth, panels=3).settings().get("panels") for truth in truths]
+    assert numbers == [None, None, 3]
+    assert "max_side" not in Attention(image_size=48).settings()
 
 
 def test_class_0_is_background_only_if_it_is_called_so(tmp_path):

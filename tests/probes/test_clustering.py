@@ -261,6 +261,12 @@ def test_the_seed_of_a_run_initialises_k_means(colours):
     assert one == same != other
 
 
+def test_the_clusters_with_the_lowest_inertia_are_kept():
+    unit = np.random.default_rng(0).normal(size=(60, 3))
+    once, often = (fit_kmeans(unit, 8, restarts, seed=0).inertia_ for restarts in (1, 20))
+    assert often < once
+
+
 def test_more_clusters_than_images_are_refused(colours):
     with pytest.raises(ConfigurationError, match="24 clusters, expected at most 18"):
         scores(colours, clusters_per_class=[1, 4])

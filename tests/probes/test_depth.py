@@ -432,6 +432,7 @@ def test_features_in_a_temporary_file_give_the_same_results(folders, encoder, tm
     on_disk = run(probe, folders, encoder, tmp_path / "disk")
 
     assert [record.value for record in on_disk] == [record.value for record in in_memory]
+    assert (tmp_path / "cache/features").is_dir()
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
@@ -453,6 +454,7 @@ def test_heads_are_trained_on_other_features_or_several_blocks(
 
     assert [r.details["layers"] for r in records if r.metric == "rmse"] == blocks
     assert all(math.isfinite(record.value) for record in records)
+    assert not any("edge" in line for record in records for line in record.details["warnings"])
 
 
 def test_an_encoder_without_cls_is_scored_by_its_patches(folders, encoder_without_cls, tmp_path):
@@ -478,8 +480,19 @@ def test_blocks_with_constant_features_have_a_warning(folders, tmp_path):
         assert record.details["constant_features"]
 
 
-def test_a_figure_shows_image_depth_and_each_block(folders, encoder, tmp_path):
+def test_a_figure_shows_image_depth_and_each_block(folders, encoder, tmp_path, monkeypatch):
+    def remember(image: Any, maps: Any, path: Any) -> None:
+        drawn.append(maps)
+        draw_depths(image, maps, path)
+
+    drawn = list[Any]()
+    monkeypatch.setattr("probes.depth.probe.draw_depths", remember)
     run(SMALL, folders, encoder, tmp_path)
+
+    ((true, *predicted),) = (maps.values() for maps in drawn)
+    # Only the first row has no known depth.
+    assert np.isnan(true[0]).all()
+    assert np.isfinite([true[1:], *(one[1:] for one in predicted)]).all()
 
     (path,) = tmp_path.rglob("*.png")
     assert len(json.loads(Image.open(path).info[TILES])) == 4

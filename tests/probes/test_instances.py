@@ -375,9 +375,10 @@ def test_images_and_encoders_that_cannot_be_scored_are_refused(toy, encoder, tmp
         with pytest.raises(UnsupportedEncoderError) as no_cls:
             Instances(facet=facet).check_encoder(replace(encoder, num_prefix_tokens=0))
         assert no_cls.value.hint == (hint,)
-    with pytest.raises(UnsupportedEncoderError) as one_size:
-        Instances(scales=[1.0, 0.5]).check_encoder(replace(encoder, dynamic_image_size=False))
-    assert one_size.value.hint == ("probe.scales=[1.0]",)
+    for scales in ([1.0, 0.5], [0.5]):
+        with pytest.raises(UnsupportedEncoderError) as one_size:
+            Instances(scales=scales).check_encoder(replace(encoder, dynamic_image_size=False))
+        assert one_size.value.hint == ("probe.scales=[1.0]",)
     for options in ({"facet": "key"}, {"scales": []}, {"scales": [2.0]}, {"jpeg_qualities": [0]}):
         with pytest.raises(ConfigurationError):
             Instances(**options)
@@ -396,6 +397,16 @@ def test_queries_without_a_hard_match_leave_its_score_undefined(toy, encoder, tm
     assert math.isnan(records["map_hard"].value)
     assert records["map_hard"].details["undefined"] == "no query has a hard match"
     assert records["map_medium"].value > 0
+
+
+def test_the_first_image_of_a_copy_in_figures_is_its_nearest_original(toy, encoder, tmp_path):
+    options = {"image_size": 32, "panels": 1, "jpeg_qualities": [95], "crop_areas": []}
+    run(Instances("copies", **options), toy, encoder, tmp_path)
+
+    (path,) = tmp_path.rglob("block01_cls/1-queries.png")
+    figure = Image.open(path)
+    left, top, *_ = json.loads(figure.info[TILES])[1]
+    assert figure.getpixel((left + 4, top + 4)) == (40, 220, 60)
 
 
 def test_figures_frame_right_and_wrong_images(toy, encoder, tmp_path):

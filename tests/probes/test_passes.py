@@ -367,6 +367,18 @@ def test_protocols_with_different_pending_blocks_do_not_share_a_pass(workdir, mo
     assert len(passes.times("tokencut")) == len(passes.times("tokencut, adaptive")) == 4
 
 
+def test_protocols_share_a_pass_if_one_of_them_has_found_its_objects(workdir):
+    run_tokencut("results", "probe.protocol=adaptive", "probe.panels=0", layers="1")
+    for path in Path("results/records").rglob("*.json"):
+        path.unlink()
+
+    found, expected = (
+        run_tokencut(out, "probe.panels=0", layers="1") for out in ("results", "apart")
+    )
+
+    assert found == expected
+
+
 def test_a_long_probe_reports_its_images_time_and_memory(root, encoder, tmp_path, monkeypatch):
     monkeypatch.setattr("ssl_bench.evaluation._MIN_REPORTED_SECONDS", 0.0)
     messages = list[str]()

@@ -14,6 +14,7 @@ from probes.features.training_images import ScaledCrops, TrainingSplit
 from probes.heads.scored_images import Squashed, class_counts
 from probes.segmentation import SegmentationRun
 from ssl_bench.composition.compose import build, compose_config, fill_in_guesses
+from ssl_bench.data.files.images import voc_colours
 from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.scores import mean_iou
@@ -59,10 +60,12 @@ def test_figures_show_the_predictions_that_are_scored(tmp_path, monkeypatch):
 
 
 def test_figures_of_a_resumed_run_show_the_same_predictions(tmp_path, monkeypatch):
-    probe, figures = quick_probe(panels=3), []
+    # With wrong masks, the held-out images select another rate than the scored images.
+    rates, dataset = [1e-7, 1e-2, 1e3], relabel_held_out(0.3)
+    probe, figures = quick_probe(panels=3, holdout=0.3, learning_rates=rates), []
     count = SegmentationRun.count_scored
     for folder in (tmp_path / "kept", tmp_path / "resumed"):
-        list(probe.run(probe_context(folder)))
+        list(probe.run(probe_context(folder, dataset=dataset)))
         figures.append({path.name: path.read_bytes() for path in folder.rglob("*.png")})
         # A resumed run has only the counts.
         monkeypatch.setattr(
@@ -263,7 +266,7 @@ def test_images_without_a_label_and_equal_features_are_reported(tmp_path):
     for one, share, mode in (
         (encoder, 100, "single"), (tiny_encoder(), 0, "single"), (encoder, 100, "last4"),
     ):  # fmt: skip
-        probe = quick_probe(epochs=1, batch_size=1, layers_mode=mode)
+        probe = quick_probe(epochs=1, batch_size=1, layers_mode=mode, views=2)
         for score in probe.run(probe_context(tmp_path, one, dataset)):
             details = score.details
             assert np.isfinite(score.value)
@@ -301,6 +304,12 @@ def test_panels_show_the_image_the_true_mask_and_every_block(tmp_path):
     assert pixels.shape[1] > 4 * 196
     assert abs(truth - pixels[30:160, 8:192]).mean() > 20
     assert abs(truth - last_block).mean() < 10
+    # The first line of the legend is the most frequent class, which fills the second true mask.
+    list(probe.run(probe_context(tmp_path / "one", dataset=dataset, layers=(3,))))
+    with Image.open(tmp_path / "one/pictures" / names[1]) as picture:
+        shown = np.asarray(picture.convert("RGB")).reshape(-1, 3).tolist()
+    colours = voc_colours()[:4].tolist()
+    assert next(pixel for pixel in shown if pixel in colours[1:]) == colours[3]
 
 
 PROTOCOLS = {

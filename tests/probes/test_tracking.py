@@ -412,8 +412,10 @@ def one_object(number: int = 1) -> np.ndarray:
     return mask
 
 
-def test_videos_with_only_a_first_mask_get_masks_without_scores(tmp_path):
-    write_video(tmp_path / "videos/cup", [one_object(3), None, None, None])
+def test_videos_without_a_mask_to_score_get_masks_without_scores(tmp_path):
+    first_mask = one_object(3)
+    first_mask[:2] = 255
+    write_video(tmp_path / "videos/cup", [first_mask, None, None, one_object(3)])
     dataset = FrameFolders(tmp_path / "videos")
     probe = Tracking(image_size=32).adapt_to_dataset(dataset, ())
 
@@ -438,6 +440,7 @@ def test_frames_without_masks_are_not_scored(tmp_path):
 
     records = evaluate_probe(probe, dataset, ResultStore(tmp_path / "out"), tiny_encoder(), (0,))
 
+    assert not list((tmp_path / "out").rglob("masks"))
     found = {record.metric: record for record in records}
     assert found["j_mean"].details["frames"] == 1
     assert found["j_mean"].details["baseline"]["value"] == 100
