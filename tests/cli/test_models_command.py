@@ -114,6 +114,7 @@ def test_unknown_properties_of_modules_and_random_weights_are_stated(tmp_path, c
     said = run_models(capsys, f"{tmp_path / 'mine.py'}:encoder")
 
     assert "2 blocks, width 4, heads not known" in said
+    assert "Python" in said
     assert "as the module initialised them" in said
     assert "queries, keys and values are unknown" in said
     assert "random" not in said

@@ -175,6 +175,9 @@ def test_user_frames_are_sorted_by_number_and_one_video_suffices(tmp_path):
     frames = videos[0].frames
     assert frames is not None
     assert [frame.image_id for frame in frames] == ["a/frame1", "a/frame2", "a/frame10"]
+    first = FrameFolders(root, max_frames=2).val()[0].frames
+    assert first is not None
+    assert [frame.image_id for frame in first] == ["a/frame1", "a/frame2"]
     single = FrameFolders(root / "a").val()
     assert single.ids == ("a",)
     assert single[0].mask is not None
