@@ -289,6 +289,7 @@ def test_jobs_that_share_blocks_of_a_probe_write_one_table(workdir, capsys):
     assert tables[0] == tables[1]
 
 
+@pytest.mark.slow
 def test_jobs_are_split_by_block_if_there_are_too_few(workdir, capsys):
     voc(workdir / "voc")
     words = ["--dataset", "voc2012", "--data-root", "voc", "--checkpoint", "runs/*"]

@@ -75,6 +75,7 @@ def test_shape_and_input_and_the_global_generator_stay(name):
     assert np.random.rand() == np.random.RandomState(3).rand()
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_image_id_alone(folders):
     for name in ("gaussian_noise", "glass_blur", "fog"):
         one, again, other = (corrupt_image(picture(), Corruption(name, 1), i) for i in "aab")

@@ -232,6 +232,7 @@ def test_the_error_for_an_image_names_what_is_wrong(image, named):
         open_sets(images=[image])
 
 
+@pytest.mark.slow
 def test_images_without_annotations_come_from_the_first_suitable_role():
     train, val = (Items(0, count, target=lambda _: BOXES) for count in (2, 3))
     boxed = open_sets(train=train, val=val, images=[picture(0)])
