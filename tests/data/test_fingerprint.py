@@ -45,6 +45,7 @@ from tests.support.faults import (
     picture,
     records,
     voc,
+    wait_until,
 )
 from tests.support.fingerprints import repaint, settle
 
@@ -325,6 +326,7 @@ def test_an_interrupt_keeps_the_computed_digests(
     def read_slowly(part: fingerprints.FilePart) -> bytes:
         if len(files_read) > 30:
             (workdir / "slow").touch()
+            wait_until((workdir / "signalled").exists)
             time.sleep(0.5)
         return read(part)
 
@@ -335,10 +337,9 @@ def test_an_interrupt_keeps_the_computed_digests(
         else make_pretrain_args(root, "run")
     )
     child = fork(lambda: main(words), stderr=workdir / "stderr")
-    deadline = time.monotonic() + 30
-    while not (workdir / "slow").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until((workdir / "slow").exists)
     os.kill(child, number)
+    (workdir / "signalled").touch()
 
     assert exit_code(child) == code, (workdir / "stderr").read_text()
     kept = sum(len(fingerprints._load_entries(path)) for path in cache.iterdir())

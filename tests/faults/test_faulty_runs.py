@@ -41,6 +41,7 @@ from tests.support.faults import (
     make_supervised_args,
     picture,
     records,
+    wait_until,
 )
 from tests.support.runs import assert_same_run, log_rows
 
@@ -206,12 +207,6 @@ def test_a_rising_learning_rate_is_reported_with_a_remedy(workdir, capsys):
 # Stopped and killed runs.
 
 
-def wait_for(is_done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_done() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def has_rows() -> bool:
     log = Path("run/log.jsonl")
     return log.exists() and log.stat().st_size > 0
@@ -228,7 +223,7 @@ def has_rows() -> bool:
 def test_a_stopped_run_saves_its_step_and_continues(workdir, number, workers, code, advice):
     run = make_pretrain_args(PHOTOS, "run", "train.max_steps=2000", f"train.num_workers={workers}")
     child = fork(lambda: main(run), stderr=workdir / "stderr")
-    wait_for(has_rows)
+    wait_until(has_rows)
     os.kill(child, number)
 
     assert exit_code(child) == code
@@ -255,7 +250,7 @@ def test_a_run_is_saved_when_its_terminal_is_closed(workdir):
             code = main(run)
         finally:
             os._exit(code)
-    wait_for(has_rows)
+    wait_until(has_rows)
     os.close(terminal)
 
     assert exit_code(child) == 75
@@ -270,7 +265,7 @@ def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
         return main(run)
 
     child = fork(under_nohup, stderr=workdir / "stderr")
-    wait_for(has_rows)
+    wait_until(has_rows)
     os.kill(child, signal.SIGHUP)
 
     assert exit_code(child) == 0
@@ -296,7 +291,7 @@ def test_a_stopped_probe_keeps_its_results_and_continues(workdir, monkeypatch, c
     with monkeypatch.context() as patch:
         pause_after(patch, "save")
         child = fork(lambda: main(words), stderr=workdir / "stderr")
-        wait_for(Path("begun").exists)
+        wait_until(Path("begun").exists)
         os.kill(child, getattr(signal, name))
         assert exit_code(child) == 75
 
@@ -313,7 +308,7 @@ def test_other_commands_report_the_signal_that_stopped_them(workdir, monkeypatch
     ResultStore(Path("results")).save(RECORD)
     pause_after(monkeypatch, "records")
     child = fork(lambda: main(["table"]), stderr=workdir / "stderr")
-    wait_for(Path("begun").exists)
+    wait_until(Path("begun").exists)
     os.kill(child, signal.SIGTERM)
 
     assert exit_code(child) == 75

@@ -27,17 +27,12 @@ from tests.support.faults import (
     fork,
     make_pretrain_args,
     unchecked_types,
+    wait_until,
 )
 from tests.support.runs import flat, log_rows
 
 # A step takes two of four images, so the state is saved after steps 2, 4 and 6.
 EVERY_EPOCH = "train.checkpoint_epochs=1"
-
-
-def wait_until(is_true, seconds=10.0) -> None:
-    end = time.monotonic() + seconds
-    while not is_true() and time.monotonic() < end:
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -210,7 +205,7 @@ def test_a_slow_disk_does_not_change_the_kept_encoders(workdir, capsys, monkeypa
 
     def save_slowly(*arguments):
         # Nothing is written before the run has requested all files.
-        wait_until(lambda: len(kept) >= 3, 20)
+        wait_until(lambda: len(kept) >= 3)
         usual(*arguments)
 
     def keep_and_count(self, *arguments):

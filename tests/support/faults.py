@@ -10,6 +10,7 @@ import shlex
 import signal
 import struct
 import sys
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -312,8 +313,17 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
         code = work() or 0
     except BaseException:
         traceback.print_exc()
+        # Show the cause of a failed test even if `stderr` is a file.
+        os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
+
+
+def wait_until(is_true: Callable[[], object]) -> None:
+    """Wait until a function returns a true value, for at most 60 seconds."""
+    deadline = time.monotonic() + 60
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def exit_code(child: int) -> int:
