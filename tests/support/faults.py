@@ -349,8 +349,9 @@ def encoded(kind: str, image: Image.Image) -> bytes:
 @contextmanager
 def unchecked_types() -> Iterator[None]:
     """Disable the run-time checks of types and shapes inside a `with` block."""
+    were_disabled = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
     finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+        jaxtyping.config.update("jaxtyping_disable", were_disabled)
