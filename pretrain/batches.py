@@ -3,9 +3,9 @@
 An optimizer step trains on one batch, which the processes of torchrun share equally. Each process
 divides its share into `train.accumulation` micro-batches, whose gradients are averaged.
 
-A data worker crops the images of one chunk at a time and passes the crops to the training process
-through shared memory. A chunk is a part of a micro-batch, or a whole micro-batch if shared memory
-is large enough.
+A chunk is a whole micro-batch or, if shared memory is too small, a part of a micro-batch. A data
+worker crops the images of one chunk at a time, and passes the crops to the training process through
+shared memory.
 
 The images and crops of a step depend only on the seed and the step number. Data workers therefore
 have no state that a resumed run must restore.
@@ -47,33 +47,31 @@ Samples = ImageSet | Sequence[Sample]
 
 @dataclass(frozen=True)
 class BatchChunks(Dataset[Any]):
-    """A dataset whose items (chunks) are the crops of a whole micro-batch or a part of one.
+    """A dataset whose items (chunks) contain the crops of a micro-batch or of a part of it.
 
-    Each process numbers its chunks from the start of the run. With two micro-batches in a step and
-    three chunks in a micro-batch, chunks 0 to 5 belong to step 0. The crops of an image do not
-    depend on the sizes of batches, micro-batches and chunks.
+    In each process, chunk numbers start with 0 at the start of the run. For example, with two
+    micro-batches per step and three chunks per micro-batch, chunks 0 to 5 belong to step 0. The
+    crops of an image do not depend on the sizes of batches, micro-batches and chunks.
 
-    An item is the return value of `cut`, except in two cases:
+    An item of this dataset is the return value of `cut`, except in two cases:
 
     - If unreadable images were replaced by other images, the item is a `ChunkWithReplacements`.
-    - If an image cannot be read and must not be replaced, the item is a `DataError`. The error is
-      not raised, because PyTorch would replace its message by a traceback of the data worker.
+    - If an image cannot be read and must not be replaced, the item is a `DataError`. If the dataset
+      raised the error, PyTorch would replace its message by a traceback of the data worker.
 
     Source of repeated augmentation (several crops of an image in one batch):
     https://arxiv.org/abs/1901.09335, and `RASampler` of
     https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/samplers.py
-    `RASampler` distributes the crops of an image over processes. In this dataset, the crops of an
-    image are consecutive in the batch.
+    This dataset keeps the repeated crops of an image together, but `RASampler` distributes them
+    over processes.
 
     Attributes:
-        images: Training images.
-        cut: Function that returns the crops of images, given the images and one random generator
-            for each.
+        cut: Function that returns the crops of a list of images. Its second argument contains one
+            random generator for each image.
         batch_size: Number of images in an optimizer step, over all processes. An image that occurs
             several times in the step counts several times.
         seed: Seed of the run.
         num_micro_batches: Number of micro-batches that each process computes in a step.
-        rank: Rank of this process.
         num_ranks: Number of processes that share a batch.
         repeats: Number of times that an image occurs in an epoch, each time with other crops.
             Repeats do not change the number of steps in an epoch, so an epoch uses only a random
@@ -127,9 +125,9 @@ class BatchChunks(Dataset[Any]):
     def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
         """Return the images to crop for one micro-batch of this process.
 
-        A batch consists of the first micro-batches of all processes, then their second
-        micro-batches, and so on. The images of a whole batch do not depend on the numbers of
-        processes and micro-batches.
+        In a batch, the first micro-batches of all processes come first, then the second
+        micro-batches of all processes, and so on. The images of a batch do not depend on the
+        numbers of processes and micro-batches.
 
         Args:
             micro_batch: Number of the micro-batch, counted from 0 at the start of the run.
@@ -184,8 +182,7 @@ class ChunkWithReplacements(NamedTuple):
 def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
     """Return the indices of all images in random order, for one epoch.
 
-    An epoch consists of complete batches only, so it may leave out the last images of the random
-    order.
+    An epoch consists of complete batches, so the last images of the random order may be left out.
     """
     return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
 
@@ -195,8 +192,9 @@ def make_sample_generator(
 ) -> np.random.Generator:
     """Return the random number generator for the crops of an image.
 
-    The crops of an image differ between epochs, and between repeats within an epoch. The crops do
-    not depend on the batch, the process or the data worker.
+    An image is cropped differently in each epoch and, with repeated augmentation, in each use
+    within an epoch. The crops of an image do not depend on the batch, the process or the data
+    worker.
 
     Args:
         seed: Seed of the run.
@@ -265,8 +263,8 @@ class WorkerPlan:
         num_chunks: Number of chunks (parts) into which each micro-batch is divided. A data worker
             crops one chunk at a time.
         shared_bytes: Maximum use of shared memory in bytes, by all processes of this machine.
-        free_bytes: Free shared memory in bytes, or None if it does not limit the numbers of data
-            workers and chunks.
+        free_bytes: Free shared memory in bytes, or None if the numbers of data workers and chunks
+            are not limited by the free memory.
     """
 
     num_requested: int = 0
@@ -291,8 +289,8 @@ def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> Wo
     """Choose the numbers of data workers and chunks so that crops fit into shared memory.
 
     Shared memory holds two chunks (parts of a micro-batch) of each data worker, and one chunk that
-    the training process reads. Chunks are as large as the limit of shared memory allows. If even
-    chunks of a single image exceed this limit, fewer data workers than requested are used.
+    the training process reads. Chunks are as large as the limit of shared memory allows. If chunks
+    of a single image do not fit into shared memory, fewer data workers than requested are used.
 
     At most half of the free shared memory is used, because other programs may need the rest.
 
@@ -390,11 +388,11 @@ def load_chunks(
 
 @contextmanager
 def _postpone_worker_deaths() -> Generator[None]:
-    """Inside a `with` block, let the current step continue if a data worker dies.
+    """Inside a `with` block, do not interrupt the current step if a data worker dies.
 
-    By default, torch's signal handler raises an error as soon as a data worker dies. This function
-    disables that handler. The error is raised when the training process next waits for crops,
-    because a waiting DataLoader checks its workers every five seconds.
+    By default, a signal handler of torch raises an error as soon as a data worker dies. Inside the
+    `with` block, the error for a dead data worker is raised when the training process next waits
+    for crops, because a waiting DataLoader checks its workers every five seconds.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or not hasattr(signal, "SIGCHLD"):
@@ -410,8 +408,8 @@ def _postpone_worker_deaths() -> Generator[None]:
 def _ignore_stop_signals(worker: int) -> None:
     """Keep a data worker alive when a signal stops the whole process group.
 
-    The data worker can thus deliver the crops of the last step. The training process ends a hanging
-    data worker with a second SIGTERM, because only the first SIGTERM is ignored.
+    A data worker ignores signals such as Ctrl-C, so that it can deliver the crops of the last step.
+    Only the first SIGTERM is ignored, so that a second SIGTERM can end a hanging data worker.
     """
     del worker
     for name in (*STOP_SIGNALS, "SIGINT"):

@@ -2,22 +2,20 @@
 
 Each checkpoint is written in this order:
 
-1. `state.new.pt`: the training state, under a temporary name until it is complete.
-2. `state.pt.sha256`: the SHA-256 of the new state and of the current `state.pt`.
-3. `state.pt` is renamed to `state.previous.pt`, and `state.new.pt` to `state.pt`.
-4. `last.safetensors`: the encoder. The SHA-256 of the encoder is written before it, to
-   `last.safetensors.sha256`.
+1. The training state is written to the temporary file `state.new.pt`.
+2. The checksums (SHA-256) of `state.new.pt` and `state.pt` are written to `state.pt.sha256`.
+3. `state.pt` is renamed to `state.previous.pt`, and `state.new.pt` is renamed to `state.pt`.
+4. The SHA-256 of the encoder is written to `last.safetensors.sha256`. Then the encoder is written
+   to `last.safetensors`.
 
-Each file is written atomically, so at least one usable state remains if the process is killed or
-the disk is full. If the process is killed before step 2, the old `state.pt` remains. If the process
-is killed after step 2, the new state remains as `state.new.pt` or `state.pt`. The function
-`load_state` finds the newest complete state. If the process is killed after step 3,
-`last.safetensors` may be older than the state. After the last step of the run, `state.previous.pt`
-is deleted.
+Each file is written atomically, so at least one usable training state remains if the process is
+killed or the disk is full. If the process is killed before `state.pt.sha256` is written, the old
+`state.pt` is used. If the process is killed after `state.pt.sha256` is written, the new training
+state remains as `state.new.pt` or `state.pt`. If the process is killed before the encoder is
+written, `last.safetensors` may be older than the training state. The function `load_state` finds
+the newest complete training state. After the last step of the run, `state.previous.pt` is deleted.
 
-`epochNNNN.safetensors` contains the encoder after epoch NNNN, for the epochs that
-`train.keep_epochs` and `train.keep_every` select. `pretrain/train.py` writes the other files:
-`config.yaml` before the first step, and a row of `log.jsonl` after each step.
+`pretrain/train.py` describes when each file of a run folder is written.
 """
 
 import copy
@@ -59,10 +57,7 @@ _START_AGAIN = ("--overwrite", "or", "--out", "{folder}")
 class Saver:
     """A background thread that writes the checkpoints of a run while training continues.
 
-    The thread writes training states (all that a resumed run needs) and encoders, one file at a
-    time.
-
-    Before the process exits, it waits for this thread, because torch aborts a process if a thread
+    At exit, the process waits for the background thread, because torch aborts a process if a thread
     is stopped while running torch code.
 
     Attributes:
@@ -82,16 +77,16 @@ class Saver:
         metadata: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """Copy a training state to CPU memory, and queue state and encoder for saving.
+        """Copy a training state to CPU memory, and save state and encoder in the background.
 
-        The new files replace the last saved state and encoder. The method returns after the copy,
-        before the files are written. Weights that are not finite are not saved, because they would
-        replace the last usable weights. Instead, a message is printed.
+        The new files replace the last saved state and encoder. The method returns before the files
+        are written. If a weight is not finite, nothing is saved and a message is printed, because
+        the last usable weights must not be replaced.
 
         Args:
             state: State of the run. `state["learner"]` contains the weights of all networks.
             encoder: A copy of the encoder in CPU memory, made by `copy_to_host`.
-            metadata: Metadata of the encoder's file.
+            metadata: Metadata to store in the file of the encoder.
             say: Function that the background thread calls to print a message.
         """
         state = copy_to_host(state)
@@ -115,13 +110,13 @@ class Saver:
     ) -> None:
         """Save the encoder after an epoch to its own file, such as `epoch0100.safetensors`.
 
-        The background thread writes the file, which later epochs do not replace. If the weights are
-        not finite, a message is printed and no file is written.
+        The background thread writes the file. The encoders of later epochs are saved to other
+        files. If the weights are not finite, a message is printed and no file is written.
 
         Args:
             epoch: Number of epochs that the run has completed.
             encoder: A copy of the encoder in CPU memory, made by `copy_to_host`.
-            metadata: Metadata of the encoder's file.
+            metadata: Metadata to store in the file of the encoder.
             say: Function that the background thread calls to print a message.
         """
         name = epoch_file_name(epoch)
@@ -138,8 +133,8 @@ class Saver:
     def submit(self, name: str, work: Callable[[], None]) -> None:
         """Queue a job for the background thread, which runs jobs one after the other.
 
-        A waiting job with the same name is cancelled. On a slow disk, therefore, only the newest of
-        several queued states is written.
+        The new job replaces a waiting job with the same name. On a slow disk, only the newest of
+        several queued training states is written.
 
         Args:
             name: Name of the file that the job writes.
@@ -150,7 +145,7 @@ class Saver:
         self._jobs = [*others, (name, self._thread.submit(work))]
 
     def check(self) -> None:
-        """Raise the error that occurred while the thread wrote a file, if any."""
+        """Raise an error if the background thread has failed to write a file."""
         finished = [job for _, job in self._jobs if job.done()]
         self._jobs = [(name, job) for name, job in self._jobs if job not in finished]
         for error in (job.exception() for job in finished):
@@ -158,15 +153,15 @@ class Saver:
                 raise error
 
     def wait(self) -> None:
-        """Wait until all queued files are written. Raise the error of a failed write, if any."""
+        """Wait until all queued files are written. Raise an error if writing a file has failed."""
         futures.wait([job for _, job in self._jobs])
         self.check()
 
     def close(self) -> None:
         """Wait until all queued files are written, and end the background thread.
 
-        If Ctrl-C is pressed during the wait, only the file that is being written is completed, and
-        all other queued files are discarded.
+        If Ctrl-C is pressed while this method waits, the file that is being written is completed,
+        and all other queued files are discarded.
         """
         try:
             self._thread.shutdown()
@@ -216,8 +211,8 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
 
     Args:
         folder: The run folder.
-        state: Tensors, numbers, strings, and containers of these types. Other types could only be
-            loaded by running code from the file.
+        state: Tensors, numbers, strings, and containers of these types. Other types are not
+            allowed, because loading them would run code from the file.
 
     Raises:
         MachineError: The folder cannot be written or the disk is full. Older saved states are kept.
@@ -256,8 +251,8 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
 def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path]:
     """Return the newest complete training state of a run, and the path of its file.
 
-    A state counts as complete if its SHA-256 is in `state.pt.sha256`. If `state.pt.sha256` is
-    missing or empty, the checksums that torch stores within a state file are compared instead.
+    A training state counts as complete if its SHA-256 is in `state.pt.sha256`. If `state.pt.sha256`
+    is missing or empty, the checksums that torch stores within a state file are verified instead.
 
     Raises:
         CheckpointError: No state is complete, or the newest complete state has another format. The
@@ -328,7 +323,7 @@ class _State(dict[str, Any]):
 def unusable_state_error(path: Path, problem: str) -> CheckpointError:
     """Return the error for a saved training state that cannot be used to resume a run.
 
-    The message begins with the path and `problem`, such as "lacks 'step'".
+    The error message begins with the path of the state and `problem`, such as "lacks 'step'".
     """
     return CheckpointError(
         f"{path} {problem}. Use the version of ssl-bench that wrote it, or start a new run without "
@@ -371,7 +366,7 @@ def require_no_run(folder: Path) -> None:
 def _list_files(folder: Path) -> list[Path]:
     """Return the paths of a run's configuration, log, encoders and SHA-256 files.
 
-    Some of these files may not exist.
+    Some of the returned paths may not exist.
     """
     kept = [path for path in folder.glob("*") if parse_epoch(path) is not None]
     encoders = [folder / ENCODER, *kept]

@@ -37,10 +37,10 @@ LENGTH_KEYS = ("train.epochs", "train.max_steps")
 
 
 def describe(component: Any) -> Any:
-    """Convert a run or a component of it, such as its optimizer, to nested dictionaries and lists.
+    """Convert a run, or a component such as its optimizer, to nested dictionaries and lists.
 
     A dataclass becomes a dictionary whose key `_target_` contains the module and the name of the
-    class, such as "pretrain.optimizers.recipes.AdamW". Strings and numbers stay unchanged.
+    class, such as "pretrain.optimizers.recipes.AdamW".
     """
     if is_dataclass(component):
         values = {f.name: describe(getattr(component, f.name)) for f in fields(component)}
@@ -53,14 +53,15 @@ def describe(component: Any) -> Any:
 
 
 def update_description(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
-    """Update the description of a run component that an older version of ssl-bench wrote.
+    """Update the description of an optimizer or other component from an older version of ssl-bench.
 
-    A field that the older version did not have gets its default value, which corresponds to the
-    behaviour of older versions. Old names of classes and fields are replaced by their current
-    names. A description of another class is returned unchanged.
+    A field that is missing in the description gets its default value, which reproduces the
+    behaviour of the older version. Old names of classes and fields are replaced by their current
+    names. If the description and `component` have different classes, the description is returned
+    unchanged.
 
     Args:
-        older: Description of the component, made by `describe` in an older version.
+        older: Description of the component, which `describe` of the older version returned.
         component: The corresponding component of the current run, with the current fields.
     """
     updated, target = dict(older), _get_target(component)
@@ -90,8 +91,8 @@ def _get_target(component: Any) -> str:
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that differ between a saved and a current description of a run.
 
-    Settings that do not affect the weights are ignored. Each difference is returned as a string,
-    such as "train.seed: 3 -> 4".
+    Settings that do not affect the trained weights are ignored. Each difference is returned as a
+    string, such as "train.seed: 3 -> 4".
     """
     old, new = _flatten(before), _flatten(now)
     return [

@@ -37,16 +37,16 @@ class LostProcess(MachineError):
 class TrainingRanks:
     """The processes that train together and share every batch, and the rank of this process.
 
-    Each process has its own device. If a process raises an error inside `synchronize_errors`, all
-    processes raise an error. Otherwise, the other processes would wait forever for the failed
-    process.
+    Each process has its own device. If one process fails inside a `synchronize_errors` block, all
+    processes raise an error. Without `synchronize_errors`, the other processes would wait forever
+    for a failed process.
 
     Attributes:
         device: Device of this process.
         rank: Rank of this process, from 0.
         world_size: Number of processes that train together.
-        group: Process group for values in CPU memory with a timeout of one day, or None if there is
-            only one process.
+        group: Process group that exchanges values in CPU memory, with a timeout of one day. The
+            group is None if there is only one process.
     """
 
     device: torch.device
@@ -82,9 +82,9 @@ class TrainingRanks:
         """Raise an error in all processes if at least one process passes an error to this method.
 
         All processes must call this method the same number of times, because they exchange their
-        errors. A `LostProcess` is raised without an exchange, because another process can no longer
-        answer. An error whose attribute `is_raised_on_all_ranks` is true is raised without an
-        exchange, because all processes already have an error.
+        errors. A `LostProcess` error is raised without exchanging errors, because another process
+        can no longer answer. An error whose attribute `is_raised_on_all_ranks` is true is raised
+        without exchanging errors, because all processes already have an error.
 
         Args:
             error: Error of this process, or None.
@@ -92,7 +92,8 @@ class TrainingRanks:
         Raises:
             Exception: The unchanged `error`, if there is only one process. If there are several
                 processes, any error other than an `SslBenchError` becomes a `MachineError`. A
-                process without an error raises the error of the lowest failed rank.
+                process without an error of its own raises the error of the failed process with the
+                lowest rank.
         """
         is_everywhere = getattr(error, "is_raised_on_all_ranks", False)
         if self.world_size > 1 and not (is_everywhere or isinstance(error, LostProcess)):
@@ -121,7 +122,7 @@ class TrainingRanks:
     def synchronize_errors(self) -> Generator[None]:
         """Raise an error in all processes if one process raises an error inside the `with` block.
 
-        The other processes raise the error at the end of the block.
+        Processes without an error of their own raise the error at the end of the `with` block.
         """
         try:
             yield
@@ -133,8 +134,8 @@ class TrainingRanks:
     def compute_on_main(self, compute: Callable[[], T]) -> T:
         """Call a function in the process of rank 0, and return its result in all processes.
 
-        The other processes wait for the result for up to one day. An error of the function is
-        raised in all processes.
+        The other processes wait up to one day for the result of the process of rank 0. If the
+        function raises an error, all processes raise an error.
         """
         results: list[T | None] = [None]
         with self.synchronize_errors():
@@ -146,9 +147,10 @@ class TrainingRanks:
         return cast(T, results[0])
 
     def all_gather(self, value: T) -> list[T]:
-        """Collect one value from each process. Return the values, ordered by rank.
+        """Collect one value from each process, and return the values in the order of the ranks.
 
-        The values should be small, because they are pickled and sent to every process.
+        The collected values should be small, because each value is pickled and sent to all
+        processes.
         """
         if self.world_size == 1:
             return [value]
@@ -195,7 +197,7 @@ def init_distributed(device: torch.device, timeout: timedelta) -> Generator[Trai
 
 @contextmanager
 def _explain_lost_process() -> Generator[None]:
-    """Inside a `with` block, replace torch's error for a lost connection by a `LostProcess`."""
+    """Inside a `with` block, replace torch's errors about lost connections by `LostProcess`."""
     try:
         yield
     except RuntimeError as error:
@@ -203,10 +205,7 @@ def _explain_lost_process() -> Generator[None]:
 
 
 def lost_process_error(error: RuntimeError) -> LostProcess:
-    """Return the error for a lost connection to another process.
-
-    The message contains the first sentence of torch's error.
-    """
+    """Return the error for a lost connection to another process."""
     reason = str(error).strip().partition("\n")[0].partition(". ")[0]
     # Without a saved state, `--resume` starts the run again.
     return LostProcess(

@@ -77,12 +77,12 @@ def find_initial_sha256(address: str, saved: Mapping[str, Any]) -> str:
     checkpoint itself is not needed, because a resumed run loads its weights from the saved state.
 
     Args:
-        address: Address of the checkpoint in the current command.
+        address: Address of the initial checkpoint in the current command.
         saved: Description of the run in its saved state.
 
     Raises:
-        CheckpointError: There is no checkpoint at the address, and the state contains no SHA-256
-            for this address.
+        CheckpointError: There is no checkpoint at `address`, and the saved state contains no
+            SHA-256 for `address`.
     """
     try:
         return identify_encoder(address).sha256

@@ -2,11 +2,11 @@
 
 The lock is a POSIX record lock (`fcntl.lockf`) on a file in the folder. The operating system
 releases the lock when the process ends, even if the process is killed. A forked child does not
-inherit the lock, so data workers that outlive a killed run do not keep the folder locked. A lock by
-`fcntl.flock`, which the package filelock uses, would be inherited.
+inherit the lock, so data workers that outlive a killed run do not keep the folder locked. Child
+processes would inherit a lock by `fcntl.flock`, which the package filelock uses.
 
-A process loses a record lock as soon as it closes any descriptor of the file. Therefore, no other
-code may open the lock file.
+No other code may open the lock file, because a process loses a record lock as soon as it closes any
+descriptor of the locked file.
 """
 
 import os
@@ -35,7 +35,8 @@ _MAX_COMMAND, _MAX_BYTES = 200, 4096
 def lock_folder(folder: Path) -> Generator[None]:
     """Lock a folder for this process inside a `with` block, and create the folder if necessary.
 
-    At the end of the block, the lock file is deleted. An empty folder is deleted, too.
+    At the end of the `with` block, the lock file is deleted. If the locked folder is then empty,
+    the folder is deleted, too.
 
     Raises:
         ConfigurationError: Another process, which the message describes, has locked the folder.

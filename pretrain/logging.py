@@ -41,22 +41,21 @@ _LONG = 3 * _HOUR
 class StepReporter:
     """A reporter that logs the metrics of each training step, and stops runs that do not learn.
 
-    Metrics are averaged over the processes. On a GPU, the metrics of a step are read after the next
-    step has been launched. The CPU therefore never waits for a step that has just been launched.
+    The logged metrics are averaged over all processes. On a GPU, the metrics of a step are read
+    after the next step has been launched, so that the CPU does not wait for the newest step.
 
     Args:
         log: Log of the run in the process of rank 0, and None in all other processes.
-        ranks: Processes that share every batch.
         diagnose: Function that returns an error if a row of the log shows that the run does not
             learn, and None otherwise.
         done: Number of steps that the run completed before it was resumed.
-        started: Start time of the command, on the clock of `time.monotonic`.
+        started: Start time of the command, as a value of `time.monotonic`.
 
     Attributes:
-        should_stop: Whether a process wants to stop the run. The value changes after the same step
-            in all processes.
-        should_save: Whether a process wants to save a checkpoint. The value changes after the same
-            step in all processes.
+        should_stop: Whether at least one process wants to stop the run. All processes change this
+            value after the same step.
+        should_save: Whether at least one process wants to save a checkpoint. All processes change
+            this value after the same step.
     """
 
     def __init__(
@@ -90,11 +89,11 @@ class StepReporter:
     def add(
         self, row: Mapping[str, Any], metrics: Mapping[str, Tensor], *, stop: bool, save: bool
     ) -> None:
-        """Queue the metrics of a step, which `write_rows` writes to the log.
+        """Queue the metrics of a step, so that `write_rows` can write them to the log.
 
         Args:
             row: Values that are known on the CPU, such as the learning rate.
-            metrics: Scalar tensors on the device.
+            metrics: Metrics of the step, as scalar tensors on the device.
             stop: Whether this process wants to stop the run.
             save: Whether this process wants to save a checkpoint.
         """
@@ -112,12 +111,12 @@ class StepReporter:
     def write_rows(self, *, everything: bool = False) -> None:
         """Write queued rows to the log, and update `should_stop` and `should_save`.
 
-        On a GPU, the row of the newest step stays in the queue, because its metrics may still be
-        computed.
+        On a GPU, the row of the newest step stays in the queue, because the GPU may not have
+        computed its metrics yet.
 
         Args:
-            everything: Whether to write all queued rows. On a GPU, writing all rows waits for the
-                newest step.
+            everything: Whether to write all queued rows, even if the CPU must wait for the newest
+                step on a GPU.
 
         Raises:
             ConfigurationError: The run no longer learns.
@@ -138,10 +137,11 @@ class StepReporter:
             self._require_learning(row)
 
     def _require_learning(self, row: Mapping[str, Any]) -> None:
-        """Raise a ConfigurationError if too many consecutive steps were unsuccessful.
+        """Raise a ConfigurationError if the run has not learned for too many consecutive steps.
 
-        The limits are `train.non_finite_patience` steps whose loss or gradient is not finite, and
-        `train.collapse_patience` steps after the warm-up for which `diagnose` returns an error.
+        The error is raised after `train.non_finite_patience` consecutive steps whose loss or
+        gradient is not finite. After the warm-up, the error is also raised after
+        `train.collapse_patience` consecutive steps for which `diagnose` returns an error.
         """
         options = self._options
         if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):
@@ -174,13 +174,14 @@ class StepReporter:
 
 
 class LogFile:
-    """A log that appends a JSON object for each step to `log.jsonl` and sends it to trackers.
+    """A log that appends one JSON object per step to `log.jsonl`, and sends metrics to trackers.
 
     Args:
         path: Path of `log.jsonl`. Rows of an interrupted run up to step `last_step` are kept.
         last_step: Number of steps in the checkpoint that the run continues from. Rows of later
             steps are deleted, because the run repeats these steps.
-        trackers: Trackers that receive every row. The trackers are closed together with the log.
+        trackers: Trackers, such as TensorBoard, that receive every row and are closed together with
+            the log.
     """
 
     def __init__(self, path: Path, *, last_step: int, trackers: Sequence[Tracker] = ()) -> None:
@@ -228,10 +229,8 @@ class ProgressBar:
     """A progress bar in a terminal, or occasional lines of text if the output is not a terminal.
 
     Args:
-        total: Number of steps of the run.
         done: Number of steps that the run completed before it was resumed.
-        quiet: Whether to print nothing.
-        stop_time: Time at which the run stops early, on the clock of `time.monotonic`.
+        stop_time: Time limit at which the run stops, as a value of `time.monotonic`.
     """
 
     def __init__(self, *, total: int, done: int, quiet: bool, stop_time: float) -> None:
@@ -244,7 +243,7 @@ class ProgressBar:
         self._waits: list[float] = []
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """Show loss, speed and remaining time of the run, given the log row of a step."""
+        """Show the loss, speed and remaining time of the run, given the log row of a step."""
         speed = row["images_per_second"]
         metrics = (
             f"loss {row['loss']:.3f}  {speed:.{0 if speed >= 10 else 1}f} images/s  "
@@ -296,11 +295,10 @@ class ProgressBar:
 class Clock:
     """A clock that measures the duration of each step and the time spent waiting for data.
 
-    All times are values of `time.monotonic`.
+    The attributes of a clock are values of `time.monotonic`.
 
     Attributes:
         run_start: Time at which this command started or resumed the run.
-        last_save: Time of the last checkpoint.
         training_start: Time at which training started, or continued after an evaluation.
     """
 
@@ -328,5 +326,5 @@ class Clock:
         return max(seconds, 1e-9), waited
 
     def restart(self) -> None:
-        """Start timing the next step now, so that earlier time does not count as its duration."""
+        """Start timing the next step, so that the time before this call is not counted."""
         self._step_start = self.training_start = time.monotonic()

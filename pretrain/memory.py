@@ -1,4 +1,4 @@
-"""After a step ran out of memory, find a value of `train.accumulation` that needs less memory."""
+"""Find a value of `train.accumulation` that needs less memory if a step runs out of memory."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ _MAX_REASON = 200
 
 
 class OutOfMemory(MachineError):
-    """Error for a training step that ran out of memory. The hint recommends other settings."""
+    """Error for a training step that ran out of memory, with a hint on how to save memory."""
 
 
 def out_of_memory_error(
@@ -23,12 +23,11 @@ def out_of_memory_error(
 ) -> OutOfMemory:
     """Return an out-of-memory error that recommends settings which need less memory.
 
-    To find settings that need less memory, the function trains on smaller and smaller micro-batches
-    of blank images until one fits into memory. These training steps change the weights, so the run
-    must not be saved afterwards.
+    The function takes training steps on smaller and smaller micro-batches of blank images, until a
+    step fits into memory. This search changes the weights, so the run must not be saved afterwards.
 
     Args:
-        reason: Message of torch's error.
+        reason: Error message of torch.
         step: Number of the step that ran out of memory, from 0.
         plan: The configuration of the run.
         trainer: The trainer of the run.
@@ -70,8 +69,8 @@ def out_of_memory_error(
 def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool]) -> int | None:
     """Find a larger value of `train.accumulation` with which each micro-batch fits into memory.
 
-    The function tries larger and larger values, each at least twice the previous value. Each value
-    divides the images into micro-batches of equal size.
+    Each tried value is at least twice the previous value. Only divisors of `images` are tried, so
+    that all micro-batches have the same size.
 
     Args:
         images: Number of images that one process computes in a step.

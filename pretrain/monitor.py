@@ -65,7 +65,7 @@ _LOCATIONS = frozenset({"data", "monitor", "init_from"})
 
 @dataclass(frozen=True)
 class Monitor:
-    """Options for evaluating the encoder during training. By default, nothing is evaluated.
+    """Options for evaluating the encoder during training. By default, the encoder is not evaluated.
 
     Attributes:
         root: Folder of labelled images: `train/CLASS/IMAGE` and `val/CLASS/IMAGE`, or
@@ -80,8 +80,8 @@ class Monitor:
             class. The encoder is also evaluated after the last step.
         accuracy_epochs: Number of epochs between two evaluations of a supervised run's head, whose
             accuracy is logged as `val_top1` in percent. For six or more classes, the top-5 accuracy
-            is also logged as `val_top5`. `val_loss` is the cross-entropy without label smoothing.
-            The head is also evaluated after the last step.
+            is also logged as `val_top5`. The cross-entropy without label smoothing is logged as
+            `val_loss`. The head is also evaluated after the last step.
         results: Folder where the final `val_top1` and `val_top5` are stored in JSON files (result
             records), from which tables are made.
         neighbours: Number of training images that vote for the class of a validation image.
@@ -123,7 +123,7 @@ class Monitor:
     ) -> "Evaluator | None":
         """Find the labelled images, and return an object that evaluates the encoder during a run.
 
-        No image is decoded. The result is None if both `knn_epochs` and `accuracy_epochs` are None.
+        No image is decoded. Return None if both `knn_epochs` and `accuracy_epochs` are None.
 
         Args:
             learner: Learner of the run.
@@ -210,17 +210,16 @@ class Monitor:
 class Evaluator(PeriodicEvaluation):
     """A periodic evaluation of the encoder and its classification head during training.
 
-    The evaluation draws no random numbers and does not change the learner. A run therefore gives
-    the same weights with and without the evaluation.
+    A run gives the same weights with and without this evaluation, which draws no random numbers and
+    does not change the learner.
 
     Attributes:
         options: Options that determine which images are evaluated and after which epochs.
-        learner: Networks of the run, which the evaluation does not change.
         normalization: Mean and standard deviation that the run uses to normalise its images.
         train: Training images of the k-NN classifier.
         val: Validation images on which the accuracy is computed.
         all_val: All images of the validation split. `val` is a random subset of these images.
-        root: Folder of the images.
+        root: Folder of the labelled images.
         num_shared_files: Number of validation images that are also training images.
     """
 
@@ -267,13 +266,13 @@ class Evaluator(PeriodicEvaluation):
     ) -> list[Path]:
         """Evaluate the head of a supervised run, and store its accuracy as result records.
 
-        A result record is a JSON file with one score. The name of the image folder is stored as the
-        name of the dataset. A table shows the accuracy next to a probe's scores only if both
-        records have the same dataset name.
+        A result record is a JSON file with one score. The dataset name in the records is the name
+        of the image folder. A table shows this accuracy next to the scores of a probe only if all
+        records contain the same dataset name.
 
         Args:
             results: Folder for the records. Several runs may use the same folder.
-            weights: Weights file of the encoder.
+            weights: File with the weights of the encoder.
             description: Settings of the run, from its saved state.
             trained_on: Images that the run was trained on.
             left_out: Ids of the training images that could not be read.
@@ -337,7 +336,7 @@ class Evaluator(PeriodicEvaluation):
         return paths
 
     def _compute_logits(self) -> LabelledFeatures:
-        """Return the logits of a supervised run's head for the validation images."""
+        """Return the logits of the classification head for the validation images."""
         assert isinstance(self.learner, SupervisedLearner)
         return self._compute_outputs(self.val, self.learner.classify)
 
@@ -345,8 +344,9 @@ class Evaluator(PeriodicEvaluation):
         """Classify the validation images by their logits.
 
         Returns:
-            For k = 1 and, with six or more classes, k = 5: whether the true class of each image is
-            among the k most likely classes. All values are None if a logit is not finite.
+            A dictionary with the key 1 and, for six or more classes, the key 5. The value of a key
+            k states for each image whether the true class is among the k most likely classes. All
+            values of the dictionary are None if a logit is not finite.
         """
         is_finite = bool(logits.features.isfinite().all())
         ranks = rank_true_classes(logits.features, logits.labels)
@@ -427,7 +427,7 @@ def _compute_percentage(is_correct: Bool[Tensor, " images"] | None) -> float:
 def describe_recipe(description: Mapping[str, Any], timeline: Timeline) -> str:
     """Summarise in one line how a run was trained, for comparison with the training in a paper.
 
-    An example is "100 epochs, batch 512, AdamW at 0.001".
+    For example, the summary of a run is "100 epochs, batch 512, AdamW at 0.001".
 
     Args:
         description: Settings of the run, from its saved state.

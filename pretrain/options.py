@@ -64,7 +64,8 @@ class DataOptions:
             `CLASS/IMAGE`, and labelled tar files contain class numbers in `KEY.cls`. The default
             depends on the objective.
         fingerprint: How a resumed run checks that its images are unchanged. With "content", every
-            file is read once. With "stat", only file sizes and modification times are compared.
+            file is read once, and its content is compared. With "stat", only file sizes and
+            modification times are compared.
         bits: Number of significant bits of 16-bit images, such as 12, for files that do not state
             this number.
         allow_overlap: Whether the monitor (evaluation during training) may use validation images
@@ -173,7 +174,7 @@ class TrainOptions:
             number of usable CPU cores per training process of the machine, but at most 16. On a
             CPU, the default is 0.
         shared_memory_gib: Maximum shared memory (/dev/shm) in GiB that all data workers of a
-            machine use. The maximum is limited to half of the free space. Data workers split a
+            machine use. At most half of the free shared memory is used. Data workers split a
             micro-batch that does not fit into shared memory.
         seed: Seed of the initial weights, the order of images, the crops and all other random
             numbers.
@@ -186,7 +187,8 @@ class TrainOptions:
         layer_decay: Factor in (0, 1] by which the learning rate decreases from each layer to the
             preceding layer. The head has the full learning rate. Common values for fine-tuning are
             0.65 to 0.75. A factor of 1 gives all layers the same learning rate.
-        weight_decay: Weight decay at the first step, followed by a cosine to `final_weight_decay`.
+        weight_decay: Weight decay at the first step, from which a cosine schedule leads to
+            `final_weight_decay`.
         final_weight_decay: Weight decay at the end of the run.
         decay_tokens: Whether class token, registers, mask token and position embedding have weight
             decay. The official DINO applies weight decay to these parameters, but DeiT and timm do
@@ -200,21 +202,21 @@ class TrainOptions:
         deterministic: Use only operations with bitwise reproducible results, which are slower. With
             such operations, a resumed run on a GPU is bitwise identical to an uninterrupted run. On
             a CPU, resumed runs are always bitwise identical.
-        checkpoint_minutes: Time in minutes after which another checkpoint is saved.
+        checkpoint_minutes: Time in minutes between two checkpoints.
         checkpoint_epochs: Also save a checkpoint every `checkpoint_epochs` epochs.
         keep_epochs: Epochs after which the encoder is kept in its own file, such as
-            `epoch0100.safetensors`. The address of this file is `RUN@100` in `ssl-bench probe`.
+            `epoch0100.safetensors`. For `ssl-bench probe`, the address of this file is `RUN@100`.
         keep_every: Also keep the encoder in its own file every `keep_every` epochs.
         timeout_minutes: Time in minutes that processes wait for each other within a step before the
-            run fails. The timeout must exceed the duration of an evaluation, which only the process
-            of rank 0 runs.
+            run fails. The timeout must exceed the duration of an evaluation, for which all other
+            processes wait.
         non_finite_patience: Stop after this number of consecutive steps whose loss or gradient is
             not finite.
         collapse_patience: Stop after this number of consecutive steps whose metrics show that the
             run does not learn, for example because of a collapsed teacher. Steps of the warm-up and
             steps with a loss that is not finite are ignored.
-        tensorboard: Also write the log for TensorBoard, which the extra `track` installs.
-        wandb: Project of Weights & Biases that also gets the log (needs the package `wandb`).
+        tensorboard: Also write the log for TensorBoard (needs the extra `track` of ssl-bench).
+        wandb: Weights & Biases project that also receives the log (needs the package `wandb`).
     """
 
     epochs: Count = 300
@@ -272,10 +274,10 @@ class TrainOptions:
         )
 
     def resolve_batch_size(self, num_images: int) -> "TrainOptions":
-        """Return a copy with the default batch size, if `batch_size` is None.
+        """Return a copy of these options, with a default batch size if none has been set.
 
-        The default depends only on the number of images, so that a command gives the same results
-        on every machine.
+        The default batch size depends only on the number of images, so that a command gives the
+        same results on every machine.
 
         Args:
             num_images: Number of training images.
@@ -289,7 +291,7 @@ class TrainOptions:
 
     @property
     def resolved_batch_size(self) -> int:
-        """Return the batch size, which `resolve_batch_size` must have set if it was None."""
+        """Return the batch size. Call `resolve_batch_size` first if the batch size may be None."""
         assert self.batch_size is not None, "call resolve_batch_size first"
         return self.batch_size
 
@@ -332,5 +334,5 @@ class TrainOptions:
         return self.precision == "bfloat16" or (self.precision == "auto" and device.type == "cuda")
 
     def uses_compile(self, device: torch.device) -> bool:
-        """Return whether torch.compile is used. By default, it is used only on CUDA."""
+        """Return whether torch.compile is used, which is the default only on CUDA."""
         return device.type == "cuda" if self.compile is None else self.compile

@@ -32,11 +32,10 @@ from ssl_bench.system.output import format_size, print_message
 
 @dataclass(frozen=True)
 class Pretraining:
-    """The complete configuration of a pretraining run, which can be started with `run`.
+    """The complete configuration of a pretraining run. The method `run` starts training.
 
     Attributes:
-        model: The encoder. The option `data.image_size`, if set, replaces the image size of the
-            model.
+        model: The encoder. If `data.image_size` is set, it replaces the image size of the model.
         objective: The training objective, such as DINO, with its hyperparameters.
         optimizer: The optimizer and its hyperparameters.
         data: The training images.
@@ -91,7 +90,7 @@ class Pretraining:
         return self.data.find_images()
 
     def resolve_batch_size(self, num_images: int) -> "Pretraining":
-        """Return a copy with the default batch size, if `train.batch_size` is None.
+        """Return a copy of this configuration, with a default batch size if none has been set.
 
         Args:
             num_images: Number of training images.
@@ -154,24 +153,24 @@ class Pretraining:
 
         Args:
             out: Folder of the run.
-            resume: Continue the run in `out`, or start a run if there is none.
-            must_resume: Continue the run in `out`, and raise an error if there is none.
+            resume: Continue the run in `out`, or start a run if `out` contains none.
+            must_resume: Continue the run in `out`, and raise an error if `out` contains no run.
             extend: Continue the run in `out`, which must exist, with more `train.epochs` or
                 `train.max_steps`. After the extension, the schedules have the same values as in a
                 run that was planned with the new length.
             overwrite: Delete the files of the run in `out`, and start a new run. All other files in
                 `out` are kept, including the folders of TensorBoard and Weights & Biases.
             device: Device to train on. The default is a GPU if there is one.
-            config: Content of `config.yaml`. By default, the function `describe` derives the
-                content from this object.
+            config: Content of `config.yaml`. By default, `describe` derives the content from this
+                configuration.
 
         Returns:
             Path of the encoder's weights.
 
         Raises:
-            ConfigurationError: `out` contains a run that is still in progress, that differs from
-                this run, or that must not be replaced. The error is also raised if `out` contains
-                no run to resume, `init_from` has another architecture, or training has diverged.
+            ConfigurationError: `out` contains a run that is in progress, that differs from this
+                run, or that must not be replaced. The error is also raised if `out` contains no run
+                to resume, `init_from` has another architecture, or training has diverged.
             CheckpointError: `init_from` or the saved state cannot be read.
             DataError: An image cannot be read. The training state is saved.
             Preempted: SIGTERM, SIGHUP or SIGUSR1 was received. The training state is saved.

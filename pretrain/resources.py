@@ -22,13 +22,13 @@ def count_training_flops(learner: nn.Module, views: Any, step: int) -> float:
     """Count the floating-point operations of a micro-batch's forward and backward pass.
 
     Only matrix products and convolutions are counted. The learner is copied to the device "meta",
-    whose tensors have no values. Counting therefore takes hardly any time, allocates no tensor
-    values, and draws no random numbers. DINO's loss computes its logits twice, and both
-    computations are counted. For ViT-S/16 with two global and eight local crops, the second
-    computation adds 0.3 % to the operations.
+    whose tensors have no values, so that counting is fast and draws no random numbers. The logits
+    of DINO's prototypes are counted twice, because the loss computes them twice. For ViT-S/16 with
+    two global and eight local crops, computing DINO's logits a second time adds 0.3 % to the number
+    of operations.
 
     Args:
-        learner: The networks and their loss (a `Learner`), which stay unchanged.
+        learner: The networks and their loss (a `Learner`), which are not changed.
         views: Views of the images of a micro-batch, in the form that `Learner.loss` accepts.
         step: Number of the step, from 0.
     """
@@ -75,8 +75,9 @@ def _count_convolution_backward(
 ) -> int:
     """Count the FLOPs of a convolution's backward pass, given the shapes of its arguments.
 
-    The gradient of the images and the gradient of the filters each cost as much as the forward
-    pass. The last value in `more` states which of these gradients are required.
+    The gradient with respect to the images and the gradient with respect to the filters each need
+    as many FLOPs as the forward pass. The last value in `more` states which of the two gradients
+    are required.
     """
     is_required: Sequence[bool] = more[-1]
     positions = gradient[0] * prod(gradient[2:])
@@ -87,7 +88,7 @@ def _count_convolution_backward(
 def measure_product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure how fast this device computes a large matrix product, in FLOP/s.
 
-    The result is the speed in the fastest of three rounds.
+    The product is timed in three rounds, and the speed of the fastest round is returned.
     """
     side = _LARGE_SIDE if device.type == "cuda" else _SMALL_SIDE
     generator = torch.Generator(device).manual_seed(0)
@@ -107,6 +108,6 @@ def measure_product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work. On a CPU, return at once."""
+    """Wait until a GPU has finished its work. On a CPU, do nothing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -2,13 +2,13 @@
 
 A resumed run gives the same weights as an uninterrupted run, unless the number of processes
 changes. With another number of processes, gradients are summed in another order, and random masks
-and mixtures of images may differ. The following may change while a run is stopped:
+and mixtures of images may differ. Between stopping and resuming a run, the following may change:
 
 - Settings that do not affect the weights, such as the number of data workers.
   `pretrain.description` lists these settings.
 - The content of an image file that no step has used, because the run has not reached the image or
   could not read it. For example, a damaged image may be repaired. The names, the number and the
-  classes of the images must stay the same.
+  classes of the training images must stay the same.
 - The length of the run, which `--extend` may increase.
 """
 
@@ -46,8 +46,9 @@ class Progress:
 
     Attributes:
         step: Number of optimizer steps that the run has completed.
-        extensions: One entry for each extension of the run by `--extend`. An entry contains the
-            step at which the run was extended, and the old and new lengths of the run.
+        extensions: One entry for each time that `--extend` has made the run longer. An entry
+            contains the step at which the run was extended, and the old and new lengths of the run
+            in steps.
         left_out: Indices of the images that could not be read and were replaced by others.
         never_used: Indices of the images in `left_out` that no step has used, because they were
             already unreadable at their first use.
@@ -61,12 +62,12 @@ class Progress:
     def state(
         self, description: Mapping[str, Any], images: ImageSet, batches: BatchChunks, processes: int
     ) -> dict[str, Any]:
-        """Return the content of `state.pt` without the networks and the optimizer.
+        """Return the content of `state.pt`, except for the networks and the optimizer.
 
         Args:
             description: Settings of the run, made by `describe_run`.
             images: Training images of the run.
-            batches: Batches of the run, from which the images used so far are found.
+            batches: Batches of the run, which determine the images that the run has used so far.
             processes: Number of processes that train together.
         """
         return {
@@ -83,7 +84,7 @@ class Progress:
 def describe_run(
     plan: Pretraining, images: ImageSet, fingerprint: str, timeline: Timeline
 ) -> dict[str, Any]:
-    """Return the settings and image hashes that must be unchanged when a run is resumed.
+    """Return the settings and image hashes that are compared when a run is resumed.
 
     Args:
         plan: The configuration of the run, whose batch size must be set.
@@ -122,7 +123,7 @@ def restore_progress(
         path: File of the state.
         plan: The current configuration of the run.
         description: Description of this run, made by `describe_run`.
-        timeline: Length of the run that continues.
+        timeline: Planned length of the resumed run.
         images: Training images of this run.
         batches: Batches of this run.
         ranks: Processes that train together.
@@ -220,7 +221,7 @@ def _digest_used_images(
 
 
 def _find_unreadable(images: ImageSet, indices: Collection[int]) -> set[int]:
-    """Try again to read some images, and return the indices of the unreadable images."""
+    """Try to read some images again, and return the indices of the unreadable images."""
     unreadable = set[int]()
     for index in indices:
         try:

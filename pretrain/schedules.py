@@ -42,12 +42,12 @@ class Timeline:
     def is_interval_end(self, epochs: int | None, num_steps: int) -> bool:
         """Return whether an interval of `epochs` epochs ends after `num_steps` steps.
 
-        The first interval begins at the start of the run. If `epochs` is None, the result is False.
+        The first interval begins at the start of the run. Return False if `epochs` is None.
         """
         return epochs is not None and num_steps % (epochs * self.steps_per_epoch) == 0
 
     def is_due(self, epochs: int | None, num_steps: int) -> bool:
-        """Return whether a measurement that repeats every `epochs` epochs is due.
+        """Return whether a measurement that is repeated every `epochs` epochs is due.
 
         A measurement is also due after the last step of the run. If `epochs` is None, measurements
         are never due.
@@ -65,7 +65,7 @@ class CosineSchedule:
     """Cosine schedule: a linear warm-up from 0 to `start`, then half a cosine down or up to `end`.
 
     The last warm-up step and the first step after the warm-up both have the value `start`. The
-    cosine would reach `end` one step after the last step of the run.
+    value `end` would be reached one step after the last step of the run.
 
     Source: `cosine_scheduler` in utils.py of facebookresearch/dino.
     """
@@ -87,7 +87,7 @@ class TriangularSchedule:
     """Triangular schedule: a linear rise from 0 to `peak`, then a linear fall to 0 in two stages.
 
     The value reaches `peak` after 2/5 of the run, `peak` / 20 after 4/5, and 0 after the last step.
-    Step i of n, counted from 0, has the value after the fraction (i + 1) / n of the run.
+    Step i of n steps, counted from 0, uses the value after the fraction (i + 1) / n of the run.
 
     Source: `lr_schedule` of
     https://github.com/locuslab/convmixer-cifar10/blob/2d3d9b73d3caa6112ecdcea866f1d2805f37cc8e/train.py
@@ -109,9 +109,9 @@ class TriangularSchedule:
 class LinearSchedule:
     """Linear schedule: a change from `start` at step 0 to `end` at step `num_steps` - 1.
 
-    Later steps have the value `end`. DINO uses this schedule for the temperature of the teacher.
-    The official DINO changes the temperature only once per epoch, so its values differ unless an
-    epoch has one step.
+    Steps after the linear change have the value `end`. DINO uses this schedule for the temperature
+    of the teacher. The official DINO changes the teacher's temperature only once per epoch, but
+    this schedule changes the temperature in every step.
     """
 
     start: float
@@ -128,9 +128,9 @@ class LinearSchedule:
 class InitialPhase:
     """Length of a phase at the start of a run, such as the warm-up of the learning rate.
 
-    The default length is a number of epochs that suits ImageNet. The default length is limited to a
-    fraction of the run, because the phase could otherwise last longer than a short run. A length
-    that the user has set is not limited in this way.
+    The default length of a phase is a number of epochs that suits ImageNet, limited to a fraction
+    of the run. If the user sets the length of a phase, this length is not limited to a fraction of
+    the run.
 
     Attributes:
         key: Config key of the length in epochs, such as "train.warmup_epochs".

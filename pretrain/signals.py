@@ -15,8 +15,8 @@ class StopSignalHandler:
 
     After SIGTERM, SIGHUP, SIGUSR1 or a first Ctrl-C (SIGINT), the training loop stops after one or
     two steps and saves a checkpoint. A second Ctrl-C raises KeyboardInterrupt immediately, so the
-    current step is lost. Inside a `with` block of `raise_immediately`, any of these signals raises
-    an exception.
+    current step is lost. Inside a `with` block of `raise_immediately`, every signal raises an
+    exception at once.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,7 @@ class StopSignalHandler:
         return self.last_signal is signal.SIGINT
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Store a signal, so that the run stops after one or two steps.
-
-        A second Ctrl-C, or any signal inside `raise_immediately`, raises an exception instead.
-        """
+        """Store a signal, so that the run stops after one or two steps."""
         del frame
         if self.is_interrupt and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -44,12 +41,12 @@ class StopSignalHandler:
     def raise_immediately(self) -> Generator[None]:
         """Inside a `with` block, raise an exception as soon as a signal to stop arrives.
 
-        Use this method while a run has nothing to save. If a signal to stop has arrived before the
-        `with` block, the exception is raised when the block begins.
+        Use this method only while a run has no progress to save. If a signal has already arrived
+        before the `with` block, the exception is raised at the start of the block.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.
-            Preempted: Another signal was received.
+            Preempted: SIGTERM, SIGHUP or SIGUSR1 was received.
         """
         if self.last_signal is not None:
             self._raise()
@@ -67,11 +64,11 @@ class StopSignalHandler:
 
 @contextmanager
 def record_stop_signals() -> Generator[StopSignalHandler]:
-    """Inside a `with` block, store signals to stop instead of ending the process at once.
+    """Inside a `with` block, store signals such as SIGTERM instead of ending the process.
 
     Yields:
-        A `StopSignalHandler`, whose attribute `last_signal` is the last stored signal, or None if
-        there is none.
+        A `StopSignalHandler`, whose attribute `last_signal` is the last signal, or None if no
+        signal has arrived.
     """
     handler = StopSignalHandler()
     with handle_signals((*STOP_SIGNALS, "SIGINT"), handler.handle):

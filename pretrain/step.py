@@ -1,7 +1,7 @@
 """Take an optimizer step: compute and clip the gradients, and update the student and the teacher.
 
-A step depends only on the state (weights, moments and buffers), the views, the step number, the
-seed and the rank (number) of the process.
+The result of a step depends only on the state (weights, moments and buffers), the views, the step
+number, the seed and the rank of the process.
 """
 
 import copy
@@ -42,7 +42,6 @@ class Trainer:
         recipe: Hyperparameters of the optimizer. The learning rate is given for a batch of 256
             images.
         options: Options of the run. The batch size must be set.
-        ranks: The processes that share every batch.
 
     Attributes:
         flops: Number of floating-point operations that this process computes in a step. The number
@@ -82,11 +81,11 @@ class Trainer:
 
         If the gradient is not finite, weights, moments and batch statistics do not change, but the
         step counts as completed. A teacher network moves towards its student even if a gradient is
-        not finite. The CPU does not wait for the device.
+        not finite. The CPU does not wait until the device has finished the step.
 
         Args:
             step: Number of the step, from 0.
-            micro_batches: The views of each of the `accumulation` micro-batches.
+            micro_batches: Views of the `train.accumulation` micro-batches of this process.
 
         Returns:
             Scalars for the log, on the device: the loss, the gradient norm before clipping, and the
@@ -121,15 +120,15 @@ class Trainer:
         return report
 
     def fits_in_memory(self, step: int, make_views: Callable[[], Views]) -> bool:
-        """Test whether a step with micro-batches of these views fits into the free memory.
+        """Test whether a step with micro-batches of a given size fits into the free memory.
 
         The test computes two steps with two micro-batches each, because gradients of an earlier
         micro-batch and moments of an earlier step need memory, too. On a CPU, the test also copies
         the training state, because saving a checkpoint needs memory for such a copy. The test
         changes the weights, so the run must end afterwards.
 
-        If several processes train together, the optimizer takes no step in this test. Otherwise,
-        SOAP would wait for processes that do not run the test.
+        If several processes train together, the test takes no optimizer step, because SOAP would
+        wait for processes that do not run the test.
 
         Args:
             step: Number of the step that ran out of memory, from 0.
@@ -162,8 +161,8 @@ class Trainer:
         """Return the model FLOPs utilisation (MFU) of a step in percent, for the log.
 
         The MFU is the FLOP/s of the step divided by the FLOP/s of a large matrix product. The
-        result is at most 100, because the device may have been busy while the matrix product was
-        timed.
+        returned value is limited to 100, which the MFU may exceed if the device was busy while the
+        matrix product was timed.
 
         Args:
             seconds: Duration of the step.
@@ -173,7 +172,8 @@ class Trainer:
     def describe_rising_lr(self) -> str | None:
         """Return a warning if the learning rate would rise to `train.final_lr` instead of falling.
 
-        Return None unless `optimizer.lr`, scaled by the batch size, is below `train.final_lr`.
+        With a cosine schedule, the learning rate rises if `optimizer.lr`, scaled by the batch size,
+        is below `train.final_lr`.
         """
         last = self.options.final_lr
         if self.options.schedule != "cosine" or self._top_lr >= last:
@@ -234,10 +234,7 @@ class Trainer:
     def _compute_gradients(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> dict[str, Tensor]:
-        """Add the gradients of one micro-batch to `Tensor.grad`, and return metrics for the log.
-
-        The loss is divided by the number of micro-batches before its gradient is computed.
-        """
+        """Add the gradients of one micro-batch to `Tensor.grad`, and return metrics for the log."""
         with autocast(self.ranks.device, self._dtype):
             loss, report = self.learner.loss(network, views, step)
         (loss / self.options.accumulation).backward()
@@ -256,8 +253,9 @@ class Trainer:
 def use_deterministic_operations(is_required: bool) -> Generator[None]:
     """Allow only bitwise reproducible operations inside a `with` block if `is_required` is true.
 
-    Two such runs give bitwise identical results on devices of the same kind with the same version
-    of torch. On CPUs, two runs give identical results even without this function.
+    With reproducible operations, two runs give bitwise identical results on devices of the same
+    kind with the same version of torch. On CPUs, results are reproducible even without this
+    function.
 
     Args:
         is_required: Whether only reproducible operations are allowed. If false, this function has

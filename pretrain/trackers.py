@@ -16,8 +16,8 @@ class TensorBoardLog:
 
     Args:
         folder: Folder of the event files.
-        last_step: Number of completed steps in the checkpoint that the run continues from.
-            TensorBoard hides the points of later steps in older event files.
+        last_step: Number of completed steps in the checkpoint that the run continues from. In older
+            event files, TensorBoard hides the points of later steps.
     """
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
@@ -36,11 +36,11 @@ class TensorBoardLog:
 class WandbLog:
     """A tracker that sends rows of the log to a run of Weights & Biases.
 
-    A resumed pretraining run continues the same run of Weights & Biases. Weights & Biases rejects a
-    step number that it has received before. The step number is therefore sent as a metric named
-    `step`, which is the x-axis of all curves. If training repeats steps after a crash, the curves
-    show the points of both attempts. With `WANDB_MODE=offline`, Weights & Biases stores everything
-    in `folder` and needs no network.
+    A resumed pretraining run continues the same run of Weights & Biases. The step number is sent as
+    a metric named `step`, because Weights & Biases rejects step numbers that it has received
+    before. The metric `step` is the x-axis of all curves. If a resumed run repeats steps after a
+    crash, the curves show the points of both attempts. With `WANDB_MODE=offline`, Weights & Biases
+    stores everything in `folder` and needs no network.
 
     Args:
         project: Name of the project. Weights & Biases creates a missing project.

@@ -2,32 +2,33 @@
 
 A run writes these files:
 
-- `config.yaml` before the first step, and again when unreadable images are left out.
-- One row of `log.jsonl` after each step (on a GPU, one step later). If an evaluation of the encoder
-  is due after a step, the row also contains its metrics.
-- `epochNNNN.safetensors` after the epochs that `train.keep_epochs` and `train.keep_every` select.
-- A checkpoint every `train.checkpoint_minutes` minutes, every `train.checkpoint_epochs` epochs, and
-  after the last step. `pretrain/checkpoints.py` describes the files of a checkpoint.
+- `config.yaml` is written before the first step, and again when unreadable images are left out.
+- A row of `log.jsonl` is written after each step (on a GPU, one step later). If the encoder is
+  evaluated after a step, the row also contains the metrics of the evaluation.
+- `epochNNNN.safetensors` is written after the epochs NNNN that `train.keep_epochs` and
+  `train.keep_every` select.
+- A checkpoint is written every `train.checkpoint_minutes` minutes, every `train.checkpoint_epochs`
+  epochs, and after the last step. `pretrain/checkpoints.py` describes the files of a checkpoint.
 
-These events end a run before its last step:
+A run may end before its last step:
 
-- The first Ctrl-C, another signal, or `train.max_minutes`: the run finishes the current step (on a
-  GPU also the next one) and saves a checkpoint.
-- A second Ctrl-C: the current step and all unsaved steps are lost. Before the run ends, all
-  checkpoints that are queued for writing are written to the disk. After a third Ctrl-C, only the
-  file that is being written is completed.
-- A `DataError` or `MachineError`, such as an unreadable image, a dead data worker or a full disk:
-  the run saves all finished steps, if the disk allows it.
-- `OutOfMemory`, the loss of another process, or any other error, such as the `ConfigurationError`
-  of a run that has diverged: no further checkpoint is saved, and the last checkpoint remains.
+- After a first Ctrl-C, another signal, or `train.max_minutes` minutes, the run finishes the current
+  step (on a GPU also the next step) and saves a checkpoint.
+- After a second Ctrl-C, the current step and all unsaved steps are lost, but all queued checkpoints
+  are written to the disk. After a third Ctrl-C, only the file that is being written is completed.
+- After a `DataError` or `MachineError`, such as an unreadable image, a dead data worker or a full
+  disk, the run saves all finished steps, if the disk allows it.
+- After `OutOfMemory`, the loss of another process, or any other error, such as the
+  `ConfigurationError` of a diverged run, no further checkpoint is saved. The last checkpoint
+  remains.
 
-`pretrain/resume.py` describes what may change before the run is resumed.
+`pretrain/resume.py` describes what may change before a run is resumed.
 
 If several processes train together, all processes call the same functions in the same order. If a
-single process left the training loop, the other processes would wait for it forever. A process
-therefore stores an error until all processes call `TrainingRanks.raise_on_all`, which raises the
-error in all processes. The training loop calls this method before each step and after the last
-step.
+single process left the training loop, the other processes would wait for this process forever. A
+process therefore stores an error until all processes call `TrainingRanks.raise_on_all`, which
+raises the error in all processes. The training loop calls `raise_on_all` before each step and after
+the last step.
 """
 
 import math
@@ -91,7 +92,7 @@ class Run:
 
     Args:
         plan: Encoder, objective, optimizer, images and options of the run.
-        out: The run folder, which this process has locked.
+        out: The run folder, which the process of rank 0 has locked.
         stop_handler: Object that stores the signals which ask this process to stop.
     """
 
@@ -158,7 +159,7 @@ class Run:
             return describe_training_images(self.images)
 
     def start(self) -> None:
-        """Prepare a new run: load the weights of the checkpoint `init_from`, if it is set."""
+        """Prepare a new run. If `init_from` is set, load the weights of this checkpoint."""
         plan = self.plan
         if plan.init_from is not None:
             encoders = self.trainer.learner.encoders
@@ -200,7 +201,7 @@ class Run:
         self.messages += messages
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write settings, extensions of the run, and ids of left-out images to `config.yaml`."""
+        """Write settings, extensions of the run, and ids of unreadable images to `config.yaml`."""
         train = {**config.get("train", {}), "batch_size": self.plan.train.batch_size}
         self._config = config = {**config, "train": train}
         lists = {
@@ -309,7 +310,7 @@ class Run:
         return f"{step} of {self.timeline.total_steps} steps are saved in {self.out}"
 
     def _read_micro_batches(self) -> Generator[Any, None, None]:
-        """Yield the cropped images of each remaining micro-batch.
+        """Yield the cropped images of each micro-batch until the end of the run.
 
         If a process cannot read images, or has stored an error since the last micro-batch, all
         processes raise an error. Closing the generator ends the data workers.
@@ -356,8 +357,8 @@ class Run:
         """Train on one batch.
 
         Returns:
-            The values of the log row that are already known, such as the learning rate, and the
-            metrics that the device may still be computing.
+            The values of the log row that are known on the CPU, such as the learning rate, and the
+            metrics, which the device may not have computed yet.
         """
         plan, trainer = self.plan, self.trainer
         views = map(self._finish_crops, islice(micro_batches, plan.train.accumulation))
@@ -401,7 +402,7 @@ class Run:
     def _postpone_errors(self) -> Generator[None]:
         """Inside a `with` block, store an error of this process instead of raising it.
 
-        All processes raise the error together when they read the next micro-batch.
+        All processes raise the stored error together when they read the next micro-batch.
         """
         try:
             yield
@@ -411,8 +412,8 @@ class Run:
     def _run_monitor(self) -> Mapping[str, float]:
         """Evaluate the encoder if an evaluation is due after this step, and return the metrics.
 
-        Only the process of rank 0 evaluates the encoder. In other processes, or if no evaluation is
-        due, the returned mapping is empty.
+        Only the process of rank 0 evaluates the encoder. Return an empty mapping if no evaluation
+        is due, or if this process does not have rank 0.
         """
         if self.evaluator is None or not self.ranks.is_main:
             return {}
@@ -462,13 +463,13 @@ class Run:
     def _save(self, *, wait: bool = False) -> None:
         """Save the training state and the encoder.
 
-        If the log shows that training has diverged, raise a ConfigurationError instead.
+        If the log shows that training has diverged, raise a ConfigurationError and save nothing.
 
         All processes must call this method together, because they exchange the indices of their
         unreadable images. The process of rank 0 copies the training state to CPU memory, and a
         background thread writes it. If `wait` is true, this method waits until the files are
-        written. If `wait` is false, an error that occurs while writing is raised after a later
-        step.
+        written. If `wait` is false, an error of the background thread is raised after a later
+        training step.
         """
         log, progress = self.log, self.progress
         log.write_rows(everything=True)
@@ -489,7 +490,7 @@ class Run:
         log.should_save = False
 
     def _report_left_out(self) -> None:
-        """Print the ids of newly left-out unreadable images, and add these ids to config.yaml."""
+        """Print the ids of newly found unreadable images, and add these ids to `config.yaml`."""
         left_out = self.progress.left_out
         new = self._get_ids(left_out - self._reported_left_out)
         if new:
@@ -532,7 +533,7 @@ class Run:
     def _finish(self) -> None:
         """Delete the second-to-last training state, which a finished run no longer needs.
 
-        For a supervised run, the accuracy is also stored in the folder `monitor.results`, if set.
+        If `monitor.results` is set, the accuracy of a supervised run is stored in this folder.
         """
         checkpoints.remove_previous_state(self.out)
         results = self.plan.monitor.results

@@ -1,8 +1,8 @@
 """Augment and normalise a whole batch of crops on its device.
 
 A view is a random crop of an image. The augmentations are flip, colour jitter, conversion to grey,
-blur and solarization. The random parameters of each view stay in CPU memory, so that the CPU can
-select views for an operation without waiting for a GPU.
+blur and solarization. The random augmentation parameters stay in CPU memory, so that the CPU can
+select the views that need an operation without waiting for a GPU.
 
 Source: the operations of torchvision.transforms.v2.functional for float images. The official DINO
 augments 8-bit images with PIL, which rounds after each operation and approximates a Gaussian blur
@@ -35,14 +35,11 @@ class AugmentationParams:
 
     Attributes:
         flip: Whether a view is flipped horizontally.
-        jitter: Whether colour jitter is applied.
         order: Numbers of the four colour jitters in their order of application (BRIGHTNESS = 0,
             CONTRAST = 1, SATURATION = 2, HUE = 3).
-        factors: Strength of each jitter, in the order BRIGHTNESS, CONTRAST, SATURATION, HUE. A
-            strength of 0 for HUE, or of 1 for another jitter, changes nothing.
-        grey: Whether a view is converted to grey.
+        factors: Strength of each jitter, in the order BRIGHTNESS, CONTRAST, SATURATION, HUE. HUE
+            with a strength of 0 and the other jitters with a strength of 1 change nothing.
         blur_sigma: Standard deviation of the Gaussian blur in pixels, or 0 without blur.
-        solarize: Whether a view is solarized.
     """
 
     flip: Bool[Tensor, " views"]
@@ -54,7 +51,7 @@ class AugmentationParams:
     solarize: Bool[Tensor, " views"]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "AugmentationParams":
-        """Apply a function to each parameter tensor, and return the results as new parameters."""
+        """Apply a function to each tensor, and return the results as augmentation parameters."""
         return AugmentationParams(**{f.name: function(getattr(self, f.name)) for f in fields(self)})
 
 
@@ -105,7 +102,8 @@ def _change_colours_on_gpu(
     """Apply flip, colour jitter and conversion to grey to the views that need them.
 
     Each operation is computed for all views, and unneeded results are discarded. Computing an
-    operation only for selected views would launch many small kernels, which takes longer.
+    operation only for the views that need it would take longer, because it would launch many small
+    kernels.
     """
     names = ("flip", "jitter", "order", "factors", "grey")
     flip, wanted, order, factors, grey = (
@@ -142,10 +140,10 @@ def apply_one_jitter(
 
     Args:
         images: Images with values in [0, 1].
-        wanted: For each view, whether it is changed.
+        wanted: Whether each view is changed.
         kind: Kind of jitter for each view: BRIGHTNESS, CONTRAST, SATURATION or HUE.
-        factor: Strength of the jitter for each view. A strength of 0 for HUE, or of 1 for another
-            jitter, changes nothing.
+        factor: Strength of the jitter for each view. HUE with a strength of 0 and the other jitters
+            with a strength of 1 change nothing.
     """
     is_hue, wanted = (views[:, None, None, None] for views in (kind == HUE, wanted))
     changed = torch.where(is_hue, shift_hue(images, factor), blend(images, kind, factor))
@@ -162,11 +160,11 @@ def apply_jitters(
 
     Args:
         images: Images with values in [0, 1].
-        wanted: For each view, whether it is changed.
+        wanted: Whether each view is changed.
         order: Numbers of the jitters (BRIGHTNESS = 0, CONTRAST = 1, SATURATION = 2, HUE = 3) for
-            each view, in the order of their application. HUE may be left out.
-        factors: Strength of the jitters. A strength of 0 for HUE, or of 1 for another jitter,
-            changes nothing.
+            each view, in the order of their application. The jitter HUE may be left out.
+        factors: Strength of the jitters. HUE with a strength of 0 and the other jitters with a
+            strength of 1 change nothing.
     """
     for kind, factor in zip(order.T, factors.gather(1, order).T, strict=True):
         is_hue = kind == HUE
@@ -197,9 +195,9 @@ def blend(
 ) -> Images:
     """Change the brightness, contrast or saturation of each view.
 
-    The result is factor * image + (1 - factor) * other, clipped to [0, 1]. Here, `other` is a black
-    image for BRIGHTNESS, the mean grey value for CONTRAST, and the grey image for SATURATION.
-    `kind` contains BRIGHTNESS, CONTRAST or SATURATION for each view.
+    The result is factor * image + (1 - factor) * other, clipped to [0, 1]. In this formula, `other`
+    is a black image for BRIGHTNESS, the mean grey value for CONTRAST, and the grey image for
+    SATURATION. `kind` contains BRIGHTNESS, CONTRAST or SATURATION for each view.
     """
     grey = to_grey(images)
     mean = grey.mean(dim=(2, 3), keepdim=True)
@@ -240,9 +238,9 @@ def to_grey(images: Images) -> Float[Tensor, "views 1 height width"]:
 def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
     """Apply a Gaussian blur with the standard deviation `sigma` in pixels to each view.
 
-    Pixels beyond the border are mirrored. The blur multiplies each view by a height x height matrix
-    and a width x width matrix. On CPUs and GPUs, these products are faster than a convolution with
-    one kernel for each view.
+    Pixels beyond the border are mirrored. Each view is blurred by multiplication with a height x
+    height matrix and a width x width matrix. On CPUs and GPUs, these matrix products are faster
+    than a convolution with one kernel for each view.
     """
     height, width = images.shape[-2:]
     sigma = to_device(sigma, images.device)

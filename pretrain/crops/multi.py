@@ -47,7 +47,7 @@ _PerCrop = Annotated[Sequence[Fraction], ListLength(3, 3)]
 class CropGroup:
     """Crops (views) of equal size for some images, and their augmentation parameters.
 
-    The first views of all images come first, then all second views, and so on.
+    The first views of all images come first, then the second views of all images, and so on.
 
     Attributes:
         pixels: 8-bit RGB pixels of the crops.
@@ -73,7 +73,8 @@ class MultiCrop(ViewMaker):
         local_scale: Minimum and maximum area of a local crop, as a fraction of the image's area.
         local_size: Side length of a local crop in pixels for global crops of 224 pixels. For other
             sizes of global crops, this side length is scaled in proportion.
-        aspect_ratio: Minimum and maximum of width / height before resizing.
+        aspect_ratio: Minimum and maximum ratio width / height of a crop before it is resized to a
+            square.
         brightness: Maximum relative change of brightness, such as 0.4 for a factor of 0.6 to 1.4.
         hue: Maximum shift of the hue, as a fraction of a full turn of the colour circle.
         blur_sigma: Minimum and maximum standard deviation of the Gaussian blur in pixels.
@@ -115,7 +116,7 @@ class MultiCrop(ViewMaker):
         )
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
-        """Return the side lengths of global crops and, if there are any, of local crops, in pixels.
+        """Return the side lengths in pixels of global crops and, if there are any, of local crops.
 
         The side length of the local crops is rounded to a multiple of the patch size.
         """
@@ -164,7 +165,7 @@ class MultiCrop(ViewMaker):
 
         Returns:
             Top, left, height and width of each box in pixels, and the augmentation parameters. The
-            first views of all images come first, then the second views, and so on.
+            first views of all images come first, then the second views of all images, and so on.
         """
         # Each generator is called only once, because a call takes longer than drawing the numbers.
         shape = (2 + self.num_locals, NUM_RANDOMS_PER_BOX + _AUGMENTATION_NUMBERS)
@@ -204,7 +205,7 @@ class MultiCrop(ViewMaker):
     ) -> tuple[CropGroup, ...]:
         """Copy the results of several calls of `cut` to the device, and join them.
 
-        The result contains one group for each crop size, with the crops of all images.
+        The returned tuple contains one group for each crop size, with the crops of all images.
         """
         copies = [[_copy_group(group, device) for group in chunk] for chunk in chunks]
         num_views = (2, self.num_locals)
@@ -244,10 +245,7 @@ def _copy_group(group: CropGroup, device: torch.device) -> CropGroup:
 
 
 def _join_groups(groups: Sequence[CropGroup], num_views: int) -> CropGroup:
-    """Join crop groups of different images, with `num_views` crops (views) of each image.
-
-    In the result, the first views of all images come first, then the second views, and so on.
-    """
+    """Join crop groups of different images to one group. Each image has `num_views` crops."""
 
     def join(tensors: Iterable[Tensor]) -> Tensor:
         by_view = [tensor.unflatten(0, (num_views, -1)) for tensor in tensors]

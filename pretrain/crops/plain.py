@@ -30,9 +30,10 @@ Generators = Iterable[np.random.Generator]
 class ViewMaker(ABC):
     """Base class of view makers, which turn images into views (such as random crops) for training.
 
-    `cut` runs on the CPU in data workers, and `augment_on_device` runs on the device. Between the
-    two calls, a DataLoader copies tensors to pinned memory and turns tuples into lists. If `cut`
-    returns objects of another class, this class needs a method `pin_memory` that returns a copy.
+    `cut` runs on the CPU in data workers, and `augment_on_device` runs on the device. Between `cut`
+    and `augment_on_device`, a DataLoader copies tensors to pinned memory and turns tuples into
+    lists. If `cut` returns an object that is no tensor, tuple or list, the class of the object
+    needs a method `pin_memory`, which returns a copy in pinned memory.
     """
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
@@ -70,7 +71,7 @@ class ViewMaker(ABC):
         device: torch.device,
         normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> Sequence[Tensor]:
-        """Return normalised views on the device, followed by labels if the objective needs them.
+        """Return normalised views on the device, and labels if the objective needs labels.
 
         Args:
             micro_batch: Result of `cut` or `collate`.
@@ -85,7 +86,8 @@ class PlainCrop(ViewMaker):
 
     Attributes:
         scale: Minimum and maximum area of the crop, as a fraction of the image's area.
-        aspect_ratio: Minimum and maximum of width / height before resizing.
+        aspect_ratio: Minimum and maximum ratio width / height of a crop before it is resized to a
+            square.
 
     Source: the pretraining of MAE, https://arxiv.org/abs/2111.06377, appendix A.1.
     """
@@ -185,8 +187,9 @@ def crop(
 ) -> UInt8[Tensor, "3 {size} {size}"]:
     """Cut a box out of an image and resize it to a square with antialiased bicubic interpolation.
 
-    PyTorch's 8-bit kernel is several times as fast as PIL, and the results differ by at most two
-    grey levels. The three colour values of a pixel stay adjacent in memory, which saves two copies.
+    PyTorch's kernel for 8-bit images is several times as fast as PIL, and the results differ by at
+    most two grey levels. The three colour values of a pixel stay adjacent in memory, which saves
+    two copies of the image.
 
     Args:
         image: 8-bit RGB image.

@@ -1,7 +1,4 @@
-"""The crops of supervised training: one randomly augmented view of each image, and its class.
-
-timm's recipes use the same augmentations: RandAugment, Cutout, random erasing, mixup and CutMix.
-"""
+"""The crops of supervised training: one randomly augmented view of each image, and its class."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +56,7 @@ _POSTERIZE = "PosterizeIncreasing"
 def _make_signed_operation(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
     """Return the entry in `OPERATIONS` for a RandAugment operation with negative levels.
 
-    The entry consists of a function, which returns center + largest * level, and the value True.
+    The returned pair consists of a function that computes center + largest * level, and True.
     """
     return lambda level: center + largest * level, True
 
@@ -91,8 +88,9 @@ _NAMES = list(OPERATIONS)
 class Mixture:
     """Parameters of mixup or CutMix, which mix the images of a micro-batch in pairs.
 
-    The first image is mixed with the last, the second with the last but one, and so on. If the
-    number of images is odd, the middle image stays unchanged.
+    The first image of a micro-batch is mixed with the last image, the second image with the
+    second-to-last image, and so on. If the number of images is odd, the middle image stays
+    unchanged.
 
     Attributes:
         lam: Weight in [0, 1] of each image and its class in the mixed image. The other image of the
@@ -108,16 +106,15 @@ class Mixture:
 
 @dataclass(frozen=True)
 class LabelledCrops:
-    """The 8-bit crops of a micro-batch, and parameters of augmentations that are applied later.
+    """The 8-bit crops of a micro-batch, and parameters of augmentations to apply on the device.
 
     Attributes:
         pixels: One crop of each image.
-        labels: Class of each image.
         order: Order of the jitters of brightness (0), contrast (1) and saturation (2).
         factors: Strength of the three jitters: brightness, contrast and saturation.
         cutout: Top, bottom, left and right edge of the square that Cutout fills.
         erased: Top, bottom, left and right edge of the rectangle that random erasing fills with
-            noise. All edges are 0 if nothing is erased.
+            noise. All four edges are 0 if nothing is erased.
         noise_seed: Seed of the noise of random erasing for the whole micro-batch.
         mixture: Parameters of mixup or CutMix for the whole micro-batch.
     """
@@ -140,23 +137,24 @@ class LabelledCrops:
 class SingleCrop(ViewMaker):
     """One augmented crop of each image, with the class of the image.
 
-    The CPU applies the crop, the flip and RandAugment. On the device, colour jitter, normalisation,
-    Cutout, random erasing, and mixup or CutMix follow in this order.
+    Crop, flip and RandAugment run on the CPU. Colour jitter, normalisation, Cutout, random erasing,
+    and mixup or CutMix run on the device, in this order.
 
     Each image has its own random generator. The generator of the first image also determines the
     mixture (mixup or CutMix) and the noise of the whole micro-batch.
 
     Attributes:
         scale: Minimum and maximum area of the crop, as a fraction of the image's area.
-        aspect_ratio: Minimum and maximum of width / height before resizing.
+        aspect_ratio: Minimum and maximum ratio width / height of a crop before it is resized to a
+            square.
         num_ops: Number of RandAugment operations drawn for each crop, or 0 for no RandAugment. Each
             operation is applied with probability 0.5.
         magnitude: Mean magnitude of RandAugment's operations, in [0, 10].
         magnitude_deviation: Standard deviation of the magnitude of RandAugment's operations.
         color_jitter: Maximum relative change of brightness, contrast and saturation, which are
-            changed in random order. The recipes of DeiT and its successors specify a value, but
-            timm ignores this value if RandAugment is used (timm 1.0.31,
-            timm/data/transforms_factory.py, line 187). Use 0 for these recipes.
+            changed in random order. Use 0 for the recipes of DeiT and its successors. These recipes
+            specify a colour jitter, but timm ignores colour jitter if RandAugment is used (timm
+            1.0.31, timm/data/transforms_factory.py, line 187).
         cutout: Side length in pixels of a square that is filled with the mean colour, or 0 for no
             Cutout. The center of the square may be anywhere in the crop.
         erasing_probability: Probability that random erasing fills a rectangle with noise. The
@@ -168,7 +166,7 @@ class SingleCrop(ViewMaker):
         mix_probability: Probability that the images of a micro-batch are mixed.
         switch_probability: Probability of CutMix if both mixup and CutMix are used.
 
-    Source: the transforms and the class `Mixup` of timm.
+    Source: the transforms and the class `Mixup` of timm, which timm's recipes use.
     """
 
     scale: FractionRange = (0.08, 1.0)
@@ -221,10 +219,9 @@ class SingleCrop(ViewMaker):
         Source: RandAugment, https://arxiv.org/abs/1909.13719, as implemented in
         timm/data/auto_augment.py of timm 1.0.31. The default values correspond to timm's
         configuration "rand-m9-mstd0.5-inc1" with bicubic interpolation. Bicubic interpolation is
-        used by
-        https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/main.py
-        (line 102), by the fine-tuning of MAE and by Xu et al. (2024). By default, timm chooses
-        bicubic or bilinear interpolation at random.
+        also used by the fine-tuning of MAE, by Xu and others (2024), and by DeiT (line 102 of
+        https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/main.py).
+        By default, timm chooses bicubic or bilinear interpolation at random.
         """
         numbers = generator.integers(len(_NAMES), size=self.num_ops).tolist()
         applied, negated = generator.random((2, self.num_ops)) < _HALF
@@ -244,8 +241,8 @@ class SingleCrop(ViewMaker):
 
         Source: mixup, https://arxiv.org/abs/1710.09412, and CutMix,
         https://arxiv.org/abs/1905.04899. The implementation follows the class `Mixup` of timm
-        1.0.31 (timm/data/mixup.py) in mode "batch". DeiT, MAE and Xu et al. (2024) used timm 0.3 to
-        0.6, in which boxes with an odd side length are one pixel smaller.
+        1.0.31 (timm/data/mixup.py) in mode "batch". DeiT, MAE and Xu and others (2024) used timm
+        0.3 to 0.6, in which CutMix boxes with an odd side length are one pixel smaller.
         """
         mixup, cutmix = self.mixup, self.cutmix
         if not (mixup or cutmix) or generator.random() >= self.mix_probability:
@@ -266,8 +263,7 @@ class SingleCrop(ViewMaker):
     def collate(self, chunks: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
         """Copy the crops of several chunks to the device, and join them to a micro-batch.
 
-        The noise seed and the mixture come from the first chunk, because it contains the first
-        image of the micro-batch.
+        The noise seed and the mixture are those of the first chunk (part of the micro-batch).
         """
         copies = []
         for chunk in chunks:
@@ -293,7 +289,7 @@ class SingleCrop(ViewMaker):
         Returns:
             The crops, their classes, and a scalar in [0, 1], which is the weight of each image's
             own class. If images are mixed in pairs, the class of the other image has the remaining
-            weight. Without mixing, the scalar is 1.
+            weight. Without mixing, the returned scalar is 1.
         """
         images = micro_batch.pixels.to(device, non_blocking=True).float().div_(255)
         if self.color_jitter:
@@ -370,8 +366,8 @@ def draw_rectangle(generator: np.random.Generator, size: int, probability: float
     a third of the image, with a ratio height / width between 0.3 and 3.33. Nothing is erased with
     probability 1 - `probability`, or if none of ten random rectangles fits into the image.
 
-    Source: random erasing, https://arxiv.org/abs/1708.04896. Areas and ratios are the default
-    values of `RandomErasing` in timm 1.0.31 (timm/data/random_erasing.py).
+    Source: random erasing, https://arxiv.org/abs/1708.04896. The ranges of areas and ratios are the
+    default values of `RandomErasing` in timm 1.0.31 (timm/data/random_erasing.py).
     """
     if generator.random() < probability:
         for _ in range(_ATTEMPTS):
@@ -388,7 +384,7 @@ def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:
     """Fill a rectangle of each normalised image with standard normal noise, in place.
 
     `edges` contains the top, bottom, left and right edge of each rectangle in pixels. If all edges
-    of an image are 0, the image stays unchanged. `seed` determines the noise.
+    of a rectangle are 0, the image stays unchanged. `seed` determines the noise.
 
     Source: `RandomErasing` of timm in mode "pixel". The same seed gives different noise on
     different kinds of devices.
@@ -406,7 +402,7 @@ def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:
 def mix(images: Images, mixture: Mixture) -> Images:
     """Mix the images of a micro-batch in pairs by mixup or CutMix, in place.
 
-    `mixture` contains the weights of the images, or the box that CutMix exchanges.
+    `mixture` contains the weights for mixup, or the box that CutMix exchanges between images.
     """
     if mixture.box is not None:
         top, bottom, left, right = mixture.box
@@ -421,7 +417,7 @@ def mix(images: Images, mixture: Mixture) -> Images:
 def _is_inside(
     images: Images, edges: Int64[Tensor, "views 4"]
 ) -> Bool[Tensor, "views 1 height width"]:
-    """Return whether each pixel lies inside the rectangle with the given edges in its image."""
+    """Return for each pixel whether it lies inside the rectangle of its image."""
     top, bottom, left, right = to_device(edges, images.device)[..., None].unbind(1)
     rows, cols = (torch.arange(side, device=images.device) for side in images.shape[2:])
     is_row, is_col = (rows >= top) & (rows < bottom), (cols >= left) & (cols < right)

@@ -1,8 +1,8 @@
 """DINO: a student predicts the output of a teacher for other crops of the same image.
 
 The teacher is the exponential moving average of the student. The loss compares the outputs of
-student and teacher for all pairs of different crops (views). To save memory, the forward pass
-computes the loss together with its hand-written gradient.
+student and teacher for all pairs of different crops (views). To save memory, hand-written code
+computes the gradient of the loss already in the forward pass.
 """
 
 import copy
@@ -44,12 +44,12 @@ class Dino(Objective):
     """Hyperparameters of DINO. The defaults are the official values for ImageNet.
 
     Attributes:
-        out_dim: Number of prototypes, each of which gives one output of the head. Small datasets
-            need only 8,192 or fewer prototypes.
+        out_dim: Number of prototypes, which is also the number of outputs of the head. Small
+            datasets need only 8,192 or fewer prototypes.
         norm_last_layer: Whether all prototypes are kept L2-normalised. Normalised prototypes make
-            training more stable, but the encoder slightly less accurate.
-        freeze_last_layer_epochs: Number of epochs at the start of the run before the last layer of
-            the head is trained. The default is 1 epoch, but at most a tenth of the run.
+            training more stable, but make the encoder slightly less accurate.
+        freeze_last_layer_epochs: Number of epochs at the start of the run in which the last layer
+            of the head is not trained. The default is 1 epoch, but at most a tenth of the run.
         teacher_temperature_epochs: Number of epochs during which the temperature of the teacher
             rises. The default is 30 epochs, but at most three tenths of the run.
         momentum: Momentum of the teacher at the first step. The momentum rises to 1 during the run.
@@ -300,9 +300,10 @@ class Prototypes(nn.Module):
         self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=trained_length)
 
     def forward(self, embeddings: Float[Tensor, "images dim"]) -> Float[Tensor, "images out"]:
-        """Return the logits of the prototypes in float32 or float64.
+        """Return the logits of the prototypes, in float32 or float64.
 
-        To save memory, the logits are scaled instead of the weight matrix.
+        To save memory, the logits are multiplied by the lengths of the prototypes, instead of the
+        weight matrix.
         """
         logits = compute_logits(embeddings, self.weight_v)
         return logits * (self.weight_g / self.weight_v.norm(dim=1, keepdim=True)).T
@@ -318,14 +319,15 @@ def cross_view_loss(
 ) -> Float[Tensor, ""]:
     """Compute the DINO loss: the mean cross-entropy over all pairs of student and teacher views.
 
-    A view is not compared with itself. Let z be the logits of a student view. Let q be the mean of
-    the teacher's probabilities over the m teacher views that differ from this view. The number m is
-    1 for the two views that the teacher sees, and 2 for all other views. The loss terms of the
-    student view sum to m (logsumexp(z) - <q, z>), and their gradient is m (softmax(z) - q).
+    A view is not compared with itself. Let m be the number of teacher views that differ from a
+    student view, which is 1 if the teacher also sees the student view, and 2 otherwise. Let z be
+    the logits of the student view, and q the mean of the teacher's probabilities over the m teacher
+    views. The loss terms of a student view with logits z sum to m (logsumexp(z) - <q, z>), and
+    their gradient with respect to z is m (softmax(z) - q).
 
-    To save memory, the student's logits are computed for one chunk of prototypes at a time. These
-    logits are computed twice: for the normaliser of the softmax, and for the gradient. Matrix
-    products are computed in the dtype of autocast.
+    To save memory, the student's logits are computed for one chunk of prototypes at a time. The
+    student's logits are computed twice: for the normaliser of the softmax, and for the gradient.
+    Matrix products are computed in the dtype of autocast.
 
     Args:
         embeddings: Outputs of the student's head. The teacher also sees the first two views.
@@ -370,9 +372,9 @@ class _CrossView(torch.autograd.Function):
         def compare(unit: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
             """Return weights, logits of all student views, and targets for a chunk of prototypes.
 
-            `unit` contains the normalised directions of the prototypes in the chunk. The weights
-            are the prototypes divided by the temperature. The target of each global view is the
-            output of the teacher for the other global view.
+            `unit` contains the normalised directions of the prototypes in the chunk. The returned
+            weights are the prototypes divided by the temperature. The target of each global view is
+            the output of the teacher for the other global view.
             """
             weights = (unit * (lengths[chunk] / temperature)).to(student.dtype)
             logits = compute_logits(student, weights).to(targets.dtype)
@@ -419,11 +421,12 @@ def compute_logits(
     """Compute the logits embeddings @ weights.T, and return them in float32.
 
     Embeddings and weights are first converted to the dtype that autocast would use for the
-    embeddings. If this dtype is float64, the logits are float64, too.
+    embeddings. If the product is computed in float64, the logits are float64, too.
 
-    On a GPU, the product of bfloat16 matrices is not rounded to bfloat16. Rounding could change a
-    cosine divided by a temperature of 0.04 by up to 0.06. PyTorch cannot compute gradients of a
-    bfloat16 product with a float32 result.
+    On a GPU, the product of bfloat16 matrices is not rounded to bfloat16. Rounding to bfloat16
+    could change a cosine divided by a temperature of 0.04 by up to 0.06. Gradients of this function
+    are not available on a GPU in bfloat16, because PyTorch cannot differentiate a bfloat16 product
+    with a float32 result.
     """
     dtype = _product_dtype(embeddings)
     embeddings, weights = embeddings.to(dtype), weights.to(dtype)

@@ -34,7 +34,7 @@ class Mae(Objective):
 
     The published decoder for ViT-B and larger encoders has a width of 512, 8 blocks and 16 heads.
     The default decoder is meant for ViT-S. Like the published decoder for ViT-B, the default
-    decoder has two thirds of the encoder's width, and each head has a width of 32.
+    decoder has two thirds of the encoder's width and a width of 32 per head.
 
     Attributes:
         mask_ratio: Fraction of the patches that the encoder does not see.
@@ -122,7 +122,7 @@ class MaeLearner(Learner):
         """Compute the mean squared error of the pixels in the hidden patches.
 
         PyTorch's global random generator, which the trainer seeds at each step, selects the patches
-        to hide. The selection may depend on the number of micro-batches in a batch.
+        to hide. The choice of hidden patches may depend on the number of micro-batches in a batch.
 
         Args:
             network: The student network, possibly wrapped for training on several devices.
@@ -130,9 +130,9 @@ class MaeLearner(Learner):
             step: Ignored.
 
         Returns:
-            The loss, and `mean_loss` for the log: the loss of a constant prediction. The constant
-            is the mean of each hidden patch or, if `normalised_pixels` is false, the mean colour of
-            all hidden pixels of an image.
+            The loss, and `mean_loss` for the log, which is the loss of a constant prediction. The
+            constant prediction is the mean of each hidden patch or, if `normalised_pixels` is
+            false, the mean colour of all hidden pixels of an image.
         """
         del step
         (images,) = views
@@ -160,7 +160,8 @@ class MaeLearner(Learner):
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """Return an error if this row of the log shows that the decoder predicts only the mean.
 
-        The loss of such a decoder is about that of a constant prediction for each image or patch.
+        A decoder that predicts only the mean has about the same loss as a constant prediction for
+        each image or patch.
         """
         if row["loss"] < _LEARNED_SHARE * row["mean_loss"]:
             return None
@@ -266,8 +267,8 @@ class MaeDecoder(nn.Module):
 def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches values"]:
     """Divide images into patches in row-major order, and return the pixels of each patch.
 
-    The pixels within a patch are also in row-major order. The three colour values of a pixel are
-    consecutive.
+    The pixels within a patch are also in row-major order. The three colour values of each pixel are
+    consecutive in the last axis.
     """
     tiles = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
     # batch 3 rows height cols width -> batch rows cols height width 3

@@ -45,14 +45,14 @@ class Learner(nn.Module, ABC):
 
     @property
     def encoders(self) -> Sequence[EncoderModule]:
-        """Return all encoders that get the weights of the checkpoint `init_from`, if it is set.
+        """Return all encoders into which the weights of the checkpoint `init_from` are loaded.
 
         By default, only the encoder that is saved and evaluated is returned.
         """
         return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
-        """Return the modules that `torch.compile` may compile. By default, these are the encoders.
+        """Return the modules that `torch.compile` may compile, which are all encoders by default.
 
         The inputs of a compiled module must have the same shapes in all steps.
         """
@@ -77,19 +77,19 @@ class Learner(nn.Module, ABC):
     def freeze_gradients(self, step: int) -> None:
         """Remove the gradients of those parameters that this optimizer step must not change.
 
-        By default, no gradient is removed.
+        The default implementation removes no gradient.
         """
 
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
         """Update the networks that follow the student, such as DINO's teacher.
 
-        The trainer calls this method after the optimizer has updated the student. By default, this
-        method does nothing.
+        The trainer calls this method after the optimizer has updated the student. The default
+        implementation does nothing.
 
         Args:
             step: Number of the optimizer step, from 0.
-            found_inf: Whether a gradient of this step was not finite. In this case, the optimizer
-                has not changed the student.
+            found_inf: Whether a gradient of this step was not finite, so that the optimizer has not
+                changed the student.
         """
 
     def scheduled_values(self, step: int) -> dict[str, float]:
@@ -100,8 +100,9 @@ class Learner(nn.Module, ABC):
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """Return an error if this row of the log is typical of a run that does not learn.
 
-        The run ends with this error after `train.collapse_patience` consecutive rows for which an
-        error is returned. The hint of the error recommends options that may help.
+        The run ends with the returned error if this method returns an error for
+        `train.collapse_patience` consecutive rows. The hint of the returned error recommends
+        options that may help.
         """
         del row
 
@@ -118,7 +119,7 @@ class PeriodicEvaluation(ABC):
 
     @abstractmethod
     def measure_if_due(self, step: int) -> Mapping[str, float]:
-        """Evaluate the learner if an evaluation is due.
+        """Evaluate the learner if an evaluation is due after this step.
 
         Args:
             step: Number of optimizer steps that the run has completed.
@@ -152,8 +153,8 @@ class Objective(ABC):
 
         Args:
             model: Configuration of the encoder.
-            timeline: Length of the run, for schedules.
-            seed: Seed of all initial weights. The global random state stays unchanged.
+            timeline: Planned length of the run, from which schedules are computed.
+            seed: Seed of all initial weights. The global random state of PyTorch stays unchanged.
             class_names: Class names of the training images, or an empty sequence without labels.
 
         Raises:
@@ -168,21 +169,21 @@ class GeneratingObjective(Objective, ABC):
     def images(self) -> ImageSet:
         """Return an image set with one placeholder image for each sample of an epoch.
 
-        The image set only supplies ids, because the objective generates the samples.
+        The image set supplies only the ids of the samples, which the objective generates itself.
         """
 
     @abstractmethod
     def build_evaluator(self, learner: Any, timeline: Timeline) -> PeriodicEvaluation:
         """Return an object that evaluates the learner during training.
 
-        This evaluation replaces the monitor, which evaluates encoders on labelled images.
+        The returned object replaces the monitor, which evaluates encoders on labelled images.
         """
 
 
 def derive_seed(seed: int, part: str) -> int:
     """Derive the seed of a network part, such as "head" or "decoder", from the seed of the run.
 
-    A part with the seed of the run itself would get the same random numbers as the encoder.
+    If a part used the seed of the run itself, it would get the same random numbers as the encoder.
     """
     name = int.from_bytes(part.encode())
     (state,) = np.random.SeedSequence((_PART, seed, name)).generate_state(1, np.uint64)

@@ -85,8 +85,8 @@ class SupervisedLearner(Learner):
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """Compute the cross-entropy for images that mixup or CutMix may have mixed in pairs.
 
-        In a batch of n images, image i is mixed with image n - 1 - i. The loss and the accuracy are
-        weighted means over the classes of the two mixed images.
+        In a batch of n images, image i (counted from 0) is mixed with image n - 1 - i. The loss and
+        the accuracy are weighted means over the classes of the two mixed images.
 
         Args:
             network: The student network, possibly wrapped for training on several devices.

@@ -39,10 +39,9 @@ class OptimizerRecipe:
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Build the optimizer for the parameter groups that `parameter_groups` returns.
 
-        Before each step, the trainer sets the keys `lr` and `weight_decay` of the optimizer's
-        groups, so the order of the groups must not change. The trainer also sets the optimizer's
-        attribute `found_inf`. If `found_inf` is 1, a gradient is not finite, and `step` must change
-        nothing.
+        The optimizer must not reorder its groups, because the trainer sets their keys `lr` and
+        `weight_decay` before each step. If a gradient is not finite, the trainer sets the
+        optimizer's attribute `found_inf` to 1, and `step` must change nothing.
         """
         raise NotImplementedError
 
@@ -51,8 +50,8 @@ class OptimizerRecipe:
 class AdamW(OptimizerRecipe):
     """Hyperparameters of AdamW. The default values are those of DINO.
 
-    The fused implementation of torch updates many parameters with one kernel, and changes nothing
-    if `found_inf` is 1.
+    The optimizer is torch's fused AdamW, which updates many parameters with one kernel, and changes
+    nothing if `found_inf` is 1.
     """
 
     lr: RateOrZero = 5e-4
@@ -81,8 +80,8 @@ class Soap(OptimizerRecipe):
         precondition_frequency: Number of steps between two refreshes of an eigenbasis, which
             consists of the eigenvectors of Shampoo's statistics.
         max_precond_dim: Maximum length of a parameter's axis for which an eigenbasis is computed.
-        stagger: Whether different eigenbases are refreshed at different steps. With staggered
-            refreshes, all steps take equally long. The mean time of a step is longer, because a GPU
+        stagger: Whether different eigenbases are refreshed at different steps. Staggered refreshes
+            make all steps equally long, but increase the mean time of a step, because a GPU
             decomposes many matrices in little more time than one.
         shard_refreshes: Whether the processes of a run share the computation of eigenbases.
     """
@@ -111,9 +110,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Divide parameters into groups with and without weight decay. Frozen parameters are left out.
 
-    Biases and parameters with one axis have no weight decay. The official DINO applies weight decay
-    to the class token, registers, the mask token and the position embedding. timm and DeiT exempt
-    these parameters (`decay_tokens=False`).
+    Biases and parameters with one axis have no weight decay. With `decay_tokens=False`, tokens and
+    position embeddings also have no weight decay, as in timm and DeiT.
 
     Args:
         named_parameters: Names and parameters of the student network.
@@ -123,11 +121,11 @@ def parameter_groups(
 
     Returns:
         A group with weight decay and a group without weight decay, in this order. If `layer_decay`
-        is not 1, each layer has two such groups. The first layer is the embedding, and each module
-        of `blocks` is a further layer. The last layer consists of `norm` and all modules outside
-        the encoder, such as the head. Each of these groups has the key `lr_scale`, by which the
-        trainer multiplies the learning rate of the group. The scale is `layer_decay` to the power
-        of the number of subsequent layers.
+        is not 1, each layer has a group with and a group without weight decay. The first layer is
+        the embedding, and each module of `blocks` is a further layer. The last layer consists of
+        `norm` and all modules outside the encoder, such as the head. With layer decay, each group
+        has the key `lr_scale`, by which the trainer multiplies the learning rate. The value of
+        `lr_scale` is `layer_decay` to the power of the number of subsequent layers.
 
     Raises:
         ConfigurationError: `layer_decay` is not 1, and the encoder has no sequence of blocks.
@@ -165,10 +163,7 @@ def parameter_groups(
 def _split_by_decay(
     named: Iterable[tuple[str, nn.Parameter]], *, decay_tokens: bool
 ) -> list[dict[str, Any]]:
-    """Divide named parameters into one group with weight decay and one group without weight decay.
-
-    If `decay_tokens` is false, tokens and position embeddings have no weight decay.
-    """
+    """Return a group with weight decay and a group without weight decay, in this order."""
     decayed, exempt = [], []
     for name, parameter in named:
         is_token = name.rpartition(".")[2] in _TOKENS
@@ -190,8 +185,8 @@ def clip_gradients(
             gradient.
 
     Returns:
-        The norm of each gradient before clipping, as a tensor on the device. Nothing is copied to
-        CPU memory, so the CPU does not wait for the device.
+        The norm of each gradient before clipping, as a tensor on the device. The norms are not
+        copied to CPU memory, so the CPU does not wait for the device.
 
     Source: `torch.nn.utils.clip_grad_norm_` if `global_norm` is true, and otherwise
     `clip_gradients` in

@@ -25,24 +25,24 @@ Matrices = dict[int, Float[Tensor, "members _ _"]]
 
 
 class SOAP(torch.optim.Optimizer):
-    """A SOAP optimizer with the same results as its authors' code, but far fewer kernel launches.
+    """SOAP optimizer with the same results as the authors' code, but far fewer kernel launches.
 
     The first gradient g of a parameter only initialises its statistics (moving averages of g @ g.T)
     and its bases (eigenvectors of the statistics). In the step of its first gradient, a parameter
     is neither updated nor decayed. Each parameter has its own step count, so its bias correction
     starts with its own first gradient.
 
-    Each axis of a parameter with two or more dimensions has its own basis, which is also the
+    Each axis of a parameter with two or more dimensions has its own eigenbasis, which is also the
     default of the authors' code. Axes of length 1 and axes longer than `max_precond_dim` have no
-    basis. For example, the convolution weight of a patch embedding has four bases. Vectors and
-    scalars are updated by plain Adam. The optimizer state and the decompositions are in float64 for
-    float64 parameters, and in float32 otherwise. The authors' code always uses float32.
+    eigenbasis. For example, the convolution weight of a patch embedding has four eigenbases.
+    Vectors and scalars are updated by plain Adam. The optimizer state and the decompositions are in
+    float64 for float64 parameters, and in float32 otherwise. The authors' code always uses float32.
 
     The CPU waits for the device only in a step in which a parameter has its first gradient. If the
-    attribute `found_inf` is 1, the step changes no parameter, moment, statistic or basis, whatever
-    values the gradients have. torch.amp.GradScaler sets this attribute. A step with `found_inf` = 1
-    only increases the count of skipped steps. If the step of a parameter's first gradient is
-    skipped, the bases of the parameter are the unit vectors until the next refresh.
+    attribute `found_inf`, which `torch.amp.GradScaler` sets, is 1, the step changes no parameter,
+    moment, statistic or basis, whatever values the gradients have. A step with `found_inf` = 1 only
+    increases the count of skipped steps. If the step of a parameter's first gradient is skipped,
+    the bases of the parameter are the unit vectors until the next refresh.
 
     Args:
         lr: Learning rate.
@@ -62,9 +62,9 @@ class SOAP(torch.optim.Optimizer):
         ValueError: `precondition_frequency` or a decay rate is out of range.
 
     Source: algorithm 3 of Vyas et al., https://arxiv.org/abs/2409.11321, and the authors' code,
-    https://github.com/nikhilvyas/SOAP at commit a1e5535. As in the authors' code, the weight decay
-    is applied after the update. The time of a refresh is proportional to the cube of the length of
-    each axis.
+    https://github.com/nikhilvyas/SOAP at commit a1e5535. The weight decay is applied after the
+    update of Adam, as in the authors' code. The time to refresh an eigenbasis is proportional to
+    the cube of the length of its axis.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SOAP(torch.optim.Optimizer):
         """Increase the step counts of the parameters, and return the scalar factors of this step.
 
         If the attribute `found_inf` is 1, the step also counts as skipped for all parameters that
-        have had a gradient before.
+        have had a gradient in an earlier step.
         """
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
@@ -198,8 +198,9 @@ class SOAP(torch.optim.Optimizer):
 
         Args:
             group: Parameter group of the optimizer.
-            skipped_by_step: Number of skipped steps for each step count of parameters. A step is
-                skipped if a gradient is not finite. Missing entries are added to this dictionary.
+            skipped_by_step: Dictionary from the step count of parameters to the number of their
+                skipped steps. A step is skipped if a gradient is not finite. Missing entries are
+                added to this dictionary.
         """
         stackable: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for p in group["params"]:
@@ -236,7 +237,7 @@ class Stack:
         phases: Offset of each member's refreshes. The bases of a member are refreshed when `step`
             plus the offset is a multiple of `precondition_frequency`. All offsets are 0 unless
             refreshes are staggered.
-        index: Index of the stack within its group.
+        index: Index of the stack within its parameter group.
         exp_avg: Mean gradient in the eigenbases.
         exp_avg_sq: Mean squared gradient in the eigenbases.
         statistics: Moving average of g @ g.T for each axis of the parameters, where g is the
@@ -275,7 +276,7 @@ class Stack:
     def member_state(self, member: int) -> dict[str, Any]:
         """Return the optimizer state of the parameter with the index `member` in the stack.
 
-        The tensors of this state are views of the stacked tensors.
+        The tensors of the returned state are views of the stacked tensors.
         """
         return {
             "step": self.step,
@@ -303,7 +304,7 @@ def make_stack(
         parameters: Parameters of the same shape, dtype, device and step count.
         states: State of each parameter. Before the first gradient, all states are empty.
         group: Parameter group of the optimizer.
-        index: Index of the stack within its group.
+        index: Index of the stack within its parameter group.
         skipped: Number of steps that were skipped after the first gradient.
     """
     if "step" not in states[0]:
@@ -330,7 +331,7 @@ def make_stack(
 
 
 def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int) -> dict[str, Any]:
-    """Return the state of a parameter before its first gradient. All its tensors are zero.
+    """Return the state of a parameter before its first gradient, with tensors of zeros.
 
     Args:
         parameter: The parameter.
@@ -385,7 +386,7 @@ class Factors:
     def step_size(self, stack: Stack, group: dict[str, Any]) -> Float[Tensor, ""]:
         """Return the negative learning rate with Adam's bias correction.
 
-        The result is 0 if a gradient of this step is not finite.
+        The returned step size is 0 if a gradient of this step is not finite.
 
         Args:
             stack: Parameters with the same step count.
@@ -442,8 +443,8 @@ def update_statistics(
 ) -> None:
     """Update the moving average of g @ g.T for each axis (mode) of the parameters.
 
-    The matrix g is the gradient of a parameter, unfolded along this axis. In a skipped step, no
-    average changes.
+    The matrix g is the gradient of a parameter, unfolded along the axis. In a skipped step, the
+    moving averages do not change.
 
     Args:
         stacks: Stacked parameters.
@@ -471,8 +472,7 @@ def refresh_bases(
     Args:
         stack: Parameters of equal shape, with their optimizer states.
         members: Indices of the parameters whose bases are updated.
-        is_skipped: Scalar on the device that states whether the step is skipped, so that nothing
-            changes.
+        is_skipped: Boolean scalar on the device. If the scalar is true, nothing is changed.
         shard: Whether the processes of a run divide the decompositions among themselves.
     """
     bases = {mode: stacked[members] for mode, stacked in stack.bases.items()}
@@ -499,8 +499,8 @@ def rotate(
 ) -> Float[Tensor, " members *shape"]:
     """Return the coordinates of tensors in the given bases, with one basis for each axis.
 
-    The columns of each matrix in `bases` are the basis vectors. An axis without a basis stays
-    unchanged.
+    The columns of each matrix in `bases` are the basis vectors. Along an axis without a basis, the
+    tensors stay unchanged.
     """
     if not bases:
         return tensors
@@ -523,7 +523,7 @@ def rotate_back(
 def compute_eigenvectors(matrices: Float[Tensor, "members n n"]) -> Float[Tensor, "members n n"]:
     """Return the eigenvectors of symmetric matrices as columns, by descending eigenvalue.
 
-    The CPU waits for the result, but eigenvectors are computed only once for each parameter.
+    Computing eigenvectors makes the CPU wait for the device, but only once for each parameter.
     """
     try:
         vectors = torch.linalg.eigh(matrices)[1]
@@ -537,8 +537,9 @@ def compute_eigenvectors(matrices: Float[Tensor, "members n n"]) -> Float[Tensor
 def broadcast_from_rank0(bases: Float[Tensor, "members n n"]) -> Float[Tensor, "members n n"]:
     """Broadcast the eigenbases of the first process to all processes, and return them.
 
-    Eigenvectors of nearly equal eigenvalues depend on rounding errors. Without the broadcast,
-    processes on different hardware would diverge although their gradients are equal.
+    Eigenvectors of nearly equal eigenvalues depend on rounding errors. Without this broadcast,
+    processes on different hardware would compute different weights although their gradients are
+    equal.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         # A broadcast needs contiguous memory.
@@ -554,7 +555,7 @@ def orthonormalise(
     rank_offset: int,
     shard: bool,
 ) -> Float[Tensor, "members n n"]:
-    """Return the Q factors of the QR decompositions of all matrices.
+    """Return the Q factor of the QR decomposition of each matrix.
 
     All processes return the same Q factors.
 
@@ -581,21 +582,21 @@ def orthonormalise(
 def _compute_q(
     matrices: Float[Tensor, "members n n"], fallback: Float[Tensor, "members n n"]
 ) -> Float[Tensor, "members n n"]:
-    """Return the Q factors of the QR decompositions of all matrices.
+    """Return the Q factor of the QR decomposition of each matrix.
 
     If a decomposition fails on a GPU, the corresponding matrix in `fallback` is returned instead of
     the Q factor.
 
-    On a GPU, Cholesky factorisation is used, and the columns of a Q factor may have other signs.
-    Cholesky factorisation is faster, because cuSOLVER computes the QR decompositions of stacked
-    matrices one after the other. For 12 matrices with 1,536 rows, an H200 needs 88 ms with cuSOLVER
-    and 8 ms with Cholesky factorisation of the matrix products.
+    On a GPU, Q factors are computed by Cholesky factorisation, and their columns may have other
+    signs than on a CPU. Cholesky factorisation is faster than QR decomposition, because cuSOLVER
+    computes the QR decompositions of stacked matrices one after the other. For 12 square matrices
+    with 1,536 rows, an H200 needs 88 ms with cuSOLVER and 8 ms with Cholesky factorisation.
 
-    The columns have very different lengths after a power iteration, so the columns are scaled
-    first. In early steps, the columns may be linearly dependent, because the statistics may not
-    have full rank. A single Cholesky factorisation of dependent columns would fail. Therefore,
-    three factorisations with a shift (a small number added to the diagonal) precede a factorisation
-    without a shift.
+    After a power iteration, the columns of a matrix have very different lengths, so the columns are
+    first scaled to length 1. In early steps, the columns of a matrix may be linearly dependent,
+    because the statistics may not have full rank. A single Cholesky factorisation would fail for
+    linearly dependent columns. Three factorisations with a shift (a small number added to the
+    diagonal) therefore precede a factorisation without a shift.
 
     Source: shifted Cholesky QR, Fukaya et al., https://arxiv.org/abs/1809.11085.
     """

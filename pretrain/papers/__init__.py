@@ -1,1 +1,1 @@
-"""Objectives of single papers. An objective is imported only if a run selects it by name."""
+"""Training objectives of single papers, each imported only if a run selects it by name."""

@@ -1,9 +1,10 @@
 """The copying task: a state space model reads a random string and then repeats it.
 
-Strings are drawn at random and never stored. A string of n letters becomes a row of 2 n + 2 tokens,
-`x_1 ... x_n | x_1 ... x_n .`, with the delimiter `|` and the stop `.`. With k different letters,
-the tokens 0 to k - 1 are letters, token k is the delimiter, and token k + 1 is the stop. The model
-reads all tokens except the stop token. The loss covers only the predictions after the delimiter.
+The strings are drawn at random during training and are not stored on the disk. A string of n
+letters becomes a row of 2 n + 2 tokens, `x_1 ... x_n | x_1 ... x_n .`, with the delimiter `|` and
+the stop `.`. With k different letters, the tokens 0 to k - 1 are letters, token k is the delimiter,
+and token k + 1 is the stop. The model reads all tokens of a row except the stop token. The loss
+covers only the predictions after the delimiter.
 """
 
 import hashlib
@@ -54,9 +55,9 @@ class Copying(GeneratingObjective):
         test_epochs: Number of epochs between two tests. There is also a test after the last step.
 
     Source: equation 3.36 of Trockman's thesis (2025), which uses the data pipeline of
-    https://arxiv.org/abs/2402.01032. In that pipeline, a row of 220 tokens contains several
-    strings, each with its own delimiter, and the model keeps its state between strings. In this
-    suite, a row contains only one string.
+    https://arxiv.org/abs/2402.01032. In the pipeline of arXiv:2402.01032, a row of 220 tokens
+    contains several strings, each with its own delimiter, and the model keeps its state between
+    strings. In this class, a row of tokens contains only one string.
     """
 
     length: Count = 50
@@ -76,7 +77,7 @@ class Copying(GeneratingObjective):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> "GeneratedStrings":
-        """Return a placeholder image for each string. The view maker `crops` draws the strings."""
+        """Return a placeholder image for each string. `StringMaker` draws the strings."""
         return GeneratedStrings()
 
     def build(
@@ -152,7 +153,6 @@ class StringMaker(ViewMaker):
     """A view maker that draws random strings instead of cropping images.
 
     Attributes:
-        length: Number of letters in a string.
         letters: Number of different letters, which are equally likely.
     """
 
@@ -165,7 +165,7 @@ class StringMaker(ViewMaker):
         return ()
 
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Letters:
-        """Draw one random string for each generator. Letters are numbers from 0.
+        """Draw one random string for each generator. Letters are represented by numbers from 0.
 
         The arguments `samples` and `sizes` are not used.
         """
@@ -206,19 +206,16 @@ class GeneratedStrings:
         return Sample(f"string{index:05d}", np.zeros((1, 1, 3), np.uint8))
 
     def fingerprint(self) -> str:
-        """Return a constant SHA-256 instead of a SHA-256 of image files.
-
-        There are no files to hash, because the seed and the options determine all strings.
-        """
+        """Return a constant SHA-256, because the seed and the options determine all strings."""
         return hashlib.sha256(f"{self.name} {len(self)}".encode()).hexdigest()
 
 
 class CopyingTest(PeriodicEvaluation):
     """A test of how well a model copies fixed strings, repeated every few epochs.
 
-    The test is also run after the last training step. The model predicts each letter from the
-    correct preceding letters. A prediction is the most likely token. The prediction of the stop
-    token is not scored.
+    The test is also run after the last training step. The model predicts each letter of the copy
+    from the correct preceding tokens. The most likely token counts as the prediction. The
+    prediction of the stop token is not scored.
     """
 
     cost_options = "objective.test_lengths, .test_strings and .test_epochs"
@@ -227,7 +224,7 @@ class CopyingTest(PeriodicEvaluation):
         self.options, self.model, self.timeline = options, model, timeline
 
     def measure_if_due(self, step: int) -> Mapping[str, float]:
-        """Test the model if a test is due after this step.
+        """Test how well the model copies strings, if a test is due after this step.
 
         Args:
             step: Number of optimizer steps that the run has completed.
@@ -235,7 +232,7 @@ class CopyingTest(PeriodicEvaluation):
         Returns:
             Two percentages for each string length. For length 50, `letters_50` is the percentage of
             correct letters, and `strings_50` is the percentage of strings without a wrong letter.
-            The mapping is empty if no test is due.
+            The mapping is empty if no test is due after this step.
         """
         options, percentages = self.options, {}
         if self.timeline.is_due(options.test_epochs, step):
@@ -254,7 +251,7 @@ def make_rows(strings: Letters, letters: int) -> Rows:
 
     Args:
         strings: Strings whose letters are numbers from 0.
-        letters: Number of different letters, which is also the token of the delimiter.
+        letters: Number of different letters. The token of the delimiter has the same number.
     """
     delimiter = strings.new_full((len(strings), 1), letters)
     return torch.cat([strings, delimiter, strings, delimiter + 1], 1)
@@ -273,7 +270,7 @@ def draw_test_strings(length: int, letters: int, count: int) -> Letters:
 def find_correct_letters(
     model: StateSpaceModel, strings: Letters, letters: int
 ) -> Bool[Tensor, "batch length"]:
-    """Return whether the model predicts each letter of each copied string correctly.
+    """Return for each letter of each string whether the model copies it correctly.
 
     Args:
         model: The state space model.
