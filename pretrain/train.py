@@ -429,8 +429,8 @@ class Run:
             seconds = time.monotonic() - start
             if seconds > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):
                 self.log.say(
-                    f"the monitor took {seconds:.0f} s after {trained:.0f} s of training. Its "
-                    f"duration depends on {self.evaluator.cost_options}"
+                    f"the monitor took {seconds:.0f} s, and the steps before it {trained:.0f} s. "
+                    f"The duration of the monitor depends on {self.evaluator.cost_options}"
                 )
             # The time of the monitor does not count as time of the next step.
             self.clock.restart()

@@ -140,8 +140,8 @@ class SingleCrop(ViewMaker):
     Crop, flip and RandAugment run on the CPU. Colour jitter, normalisation, Cutout, random erasing,
     and mixup or CutMix run on the device, in this order.
 
-    Each image has its own random generator. The generator of the first image also determines the
-    mixture (mixup or CutMix) and the noise of the whole micro-batch.
+    Each image has its own random generator. The random generator of the first image also determines
+    the mixture (mixup or CutMix) and the noise of the whole micro-batch.
 
     Attributes:
         scale: Minimum and maximum area of the crop, as a fraction of the image's area.

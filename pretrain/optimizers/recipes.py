@@ -144,8 +144,8 @@ def parameter_groups(
     layers = {name: int(block[1]) + 1 for name, _ in named if (block := _BLOCK.match(name))}
     if not layers:
         raise ConfigurationError(
-            "train.layer_decay is only possible for encoders with one sequence of blocks, such as "
-            "the ViTs of this suite",
+            "train.layer_decay needs an encoder whose blocks form a single sequence, such as the "
+            "ViTs of this suite",
             hint=("train.layer_decay=1",),
         )
     last = max(layers.values()) + 1

@@ -274,7 +274,7 @@ class Stack:
                 yield slice(members[0], members[-1] + 1)
 
     def member_state(self, member: int) -> dict[str, Any]:
-        """Return the optimizer state of the parameter with the index `member` in the stack.
+        """Return the optimizer state of one parameter, given its index in this stack.
 
         The tensors of the returned state are views of the stacked tensors.
         """
@@ -463,7 +463,7 @@ def update_statistics(
 def refresh_bases(
     stack: Stack, members: slice, is_skipped: Bool[Tensor, ""], *, shard: bool
 ) -> None:
-    """Update the eigenbases of some parameters in a stack by one power iteration.
+    """Update the eigenbases of the selected parameters by one power iteration.
 
     The eigenvectors of a basis are sorted by descending eigenvalue. The mean gradient is rotated
     into the new bases. The mean squared gradient cannot be rotated, so its elements are only

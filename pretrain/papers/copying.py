@@ -103,8 +103,8 @@ class Copying(GeneratingObjective):
             )
         if model.num_tokens != (num_tokens := self.letters + NUM_MARKS):
             raise ConfigurationError(
-                f"with objective.letters={self.letters}, the model must have {num_tokens} tokens, "
-                f"got model.num_tokens={model.num_tokens}",
+                f"for {self.letters} letters (objective.letters), the model must have {num_tokens} "
+                f"tokens, got model.num_tokens={model.num_tokens}",
                 hint=(f"model.num_tokens={num_tokens}",),
             )
         network = build_encoder(model, seed=seed)

@@ -5,8 +5,8 @@
 
 On a GPU, the default is a ViT-S/16 with batch size 256 and 65,536 prototypes. Images are cropped
 before the measurement. Our training step includes the augmentation of 8-bit crops on the device.
-The plain training step receives augmented crops, because the official code augments images in data
-workers.
+The official training step receives augmented crops, because the official code augments images in
+data workers.
 
 The training loops alternate every ten steps, so that other load on the machine affects all of them.
 SOAP computes its eigenvectors once in ten steps. Without a GPU, CPU time is measured, and one

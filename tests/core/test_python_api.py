@@ -70,7 +70,7 @@ def test_a_module_with_registers_but_without_cls_is_pooled():
 
 
 class _Attention(nn.Module):
-    """A convolution that has the attributes of an attention layer."""
+    """A convolution with the same Python attributes as an attention layer."""
 
     def __init__(self, inside: int, outside: int, heads: Any, *, has_qkv: bool = True) -> None:
         super().__init__()

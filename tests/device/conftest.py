@@ -1,4 +1,4 @@
-"""Fixtures of the tests on a device.
+"""Define the fixtures for tests that run on a device.
 
 Type and shape checks are disabled here, because the tests on the CPU already check shapes.
 """

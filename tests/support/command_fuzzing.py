@@ -200,7 +200,7 @@ class Draw:
 
 @contextlib.contextmanager
 def stop_before_computing(*, to_end: bool) -> Iterator[None]:
-    """Stop commands in a `with` block before they compute anything."""
+    """Inside a `with` block, make each command stop before it computes anything."""
     call = torch.nn.Module.__call__
 
     def refuse(*_: object, **__: object) -> None:

@@ -27,7 +27,7 @@ class PageCommand:
 
     @property
     def is_name(self) -> bool:
-        """Return whether a text only mentions the command, without arguments."""
+        """Return whether the text names a command without giving its arguments."""
         least = 3 if self.words[1] in ("-m", "data") else 2
         return not self.in_block and len(self.words) <= least
 

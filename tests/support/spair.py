@@ -14,7 +14,7 @@ SOURCE_SIZE, TARGET_SIZE = (48, 32), (40, 60)
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """A pair of images with keypoints (x, y) in pixels of the source image."""
+    """A pair of images with keypoints (x, y) on the first image, in pixels."""
 
     number: int
     source: str

@@ -110,7 +110,7 @@ class PositiveDifferences:
 
 @dataclass(frozen=True)
 class LowestScore:
-    """A rule for claims that one training variant has the lowest score."""
+    """A check of the claim that one training variant has the lowest score."""
 
     # For each group: the other variants, the one whose interval `last` must be below, and `last`.
     groups: Sequence[tuple[Sequence[str], str, str]]
@@ -139,7 +139,7 @@ class LowestScore:
 
 @dataclass(frozen=True)
 class SameBest:
-    """A rule for claims that one option is the best in every group of runs."""
+    """A check of the claim that one option is the best in every group of runs."""
 
     # For each group, such as an optimizer: the training variant with each option.
     groups: Sequence[Mapping[str, str]]
@@ -159,7 +159,7 @@ class SameBest:
 
 @dataclass(frozen=True)
 class AboveRandom:
-    """A rule for claims that training improves the k-NN accuracy of the later blocks."""
+    """A check of the claim that training improves the k-NN accuracy of the later blocks."""
 
     first: int
 
@@ -182,7 +182,7 @@ class AboveRandom:
 
 @dataclass(frozen=True)
 class MaxFileSize:
-    """A rule for claims that every demo encoder is smaller than `limit` bytes."""
+    """A check of the claim that every demo encoder is smaller than `limit` bytes."""
 
     limit: int
 
@@ -195,7 +195,7 @@ class MaxFileSize:
 
 @dataclass(frozen=True)
 class DistinctPatches:
-    """A rule for claims that the patch tokens of an image stay different."""
+    """A check of the claim that the patch tokens of an image stay different."""
 
     plain: str  # The variant whose last loss must not be exceeded.
     merged: float  # Limit for the percentage of patches that nearly equal the mean patch.

@@ -163,7 +163,7 @@ def _corrupt(values: Tensor) -> Tensor:
 
 
 def call_site() -> str:
-    """Return the current line of this project's code as "FILE:LINE"."""
+    """Return the line of this project that is being executed, as "FILE:LINE"."""
     frame, fallback = sys._getframe(1), "?"
     while frame is not None:
         name = frame.f_code.co_filename
@@ -486,7 +486,7 @@ def _call(func: Callable, args: Arguments, options: Options) -> Any:
 
 
 def _create(func: Callable, args: Arguments, options: Options, place: Place) -> Any:
-    """Call a function that creates a tensor in the simulated memory `place`."""
+    """Call a function that creates a tensor, and store the tensor in the given simulated memory."""
     _check_generator(func, options, place)
     pinned = options.pop("pin_memory", False)
     if func in _CARRY_VALUES and (result := _upload_values(args, options, place)) is not None:
