@@ -48,6 +48,10 @@ def test_a_part_of_a_configuration_can_be_listed(capsys, words, first, others):
     assert others <= groups if words.startswith("experiment") else others == groups
 
 
+def test_a_key_with_an_empty_mapping_is_listed():
+    assert list_keys({"probe": {"tau": 0.2, "classes": {}}}) == ["probe.tau", "probe.classes"]
+
+
 def test_a_protocol_changes_the_shown_values(capsys):
     found = listed(capsys, "probe.segmentation", "probe.protocol=neco")
 

@@ -235,7 +235,7 @@ def test_the_leaderboard_names_settings_that_do_not_exceed_baselines():
 
 def test_the_leaderboard_has_a_column_for_each_difference_of_checkpoints():
     small = {"kind": "vit", "dim": 12, "patch_size": 8}
-    other = {**small, "dim": 24, "modules_sha256": "ab" * 32}
+    other = {**small, "dim": 24, "modules_sha256": "ab" * 32, "position_margin": 0.1}
 
     board = leaderboard(build_record(architecture=small), skipless(architecture=other, depth=6))
 
@@ -387,6 +387,17 @@ def test_the_leaderboard_marks_the_best_and_those_not_significantly_lower(tmp_pa
         assert line.best_blocks_text == "block 3"
     (single,) = panels(*(record for record in store.records() if record.model == "a"))
     assert (find_best_checkpoints(single), find_tied_checkpoints(store, single)) == (set(), set())
+
+
+def test_ties_compare_each_checkpoint_at_its_own_best_block(tmp_path):
+    store = ResultStore(tmp_path)
+    for name, counts in {"a": (19, 5), "b": (5, 18)}.items():
+        for layer, count in enumerate(counts):
+            record = build_record(model=name, checkpoint_sha256=name * 64, layer=layer)
+            save(store, record, np.arange(20) < count)
+    (panel,) = panels(*store.records())
+
+    assert [one.name for one in find_tied_checkpoints(store, panel)] == ["b"]
 
 
 def test_overlapping_intervals_are_tied_without_per_image_values(tmp_path):
