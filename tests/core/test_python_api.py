@@ -572,7 +572,7 @@ def test_the_index_of_features_names_the_class_of_each_image(tmp_path, monkeypat
     for splits, more in (
         (("train", "val"), []),
         (("val",), ["--split", "val"]),
-        (("val", "train"), ["--split", "val, train", "--limit", "1"]),
+        (("val", "train"), ["--split", "val, train,val", "--limit", "1"]),
     ):
         data = ["--dataset", "class_folders", "--data-root", "classes", *more]
         assert main(features(tmp_path / "".join(more), *data)) == 0

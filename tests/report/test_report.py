@@ -75,7 +75,8 @@ def test_a_table_of_classes_of_several_seeds_has_a_note(tmp_path):
 
 
 def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
-    records = [build_record(protocol="lr=1e-3", facet="key"), build_record(protocol="reference")]
+    records = [build_record(protocol="lr=1e-3", facet=facet) for facet in ("key", "key-all")]
+    records.append(build_record(protocol="reference"))
     skip, other = (get_figures_folder(build_record(model=model)) for model in ("skip", "other"))
     save_pictures(
         tmp_path,
@@ -85,13 +86,16 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
         f"tokencut/toy/{skip}/reference/block01_key",
         f"tokencut/toy/{skip}/reference/masks/block01_key/one",
         f"tokencut/toy/{skip}/lr=1e-3-key-dog-7",
+        f"tokencut/toy/{skip}/lr=1e-3-key-all-cat-7",
         f"tokencut/toy/{other}/reference/block00_key/one",
         f"tokencut/toy/{skip}/reference/grid",
     )
-    (tmp_path / f"pictures/tokencut/toy/{skip}/reference/block01_key.svg").write_text("<svg/>")
-    (checkpoint,) = list_checkpoints(records)
+    for name in ("block01_key", "lone"):
+        path = tmp_path / f"pictures/tokencut/toy/{skip}/reference/{name}.svg"
+        path.write_text("<svg/>")
+    (checkpoint,), files = list_checkpoints(records), PictureFiles(tmp_path)
 
-    blocks, *panels = find_galleries(PictureFiles(tmp_path), records, checkpoint)
+    blocks, *panels = find_galleries(files, records, checkpoint)
 
     start = f"pictures/tokencut/toy/{skip}/"
     # The image "two" has no picture of block 1.
@@ -101,8 +105,11 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
     assert not any("block01_key.png" in path for panel in panels for path in panel.paths())
     assert {panel.variant: panel.files for panel in panels} == {
         "lr=1e-3 key": {"dog-7": "lr=1e-3-key-dog-7.png"},
+        "lr=1e-3 key-all": {"cat-7": "lr=1e-3-key-all-cat-7.png"},
         "reference": {"grid": "reference/grid.png"},
     }
+    # A PNG file replaces an SVG file with the same name.
+    assert list(files.rejected_paths) == [path]
     for layer in (0, 1):
         ResultStore(tmp_path).save(build_record(layer=layer))
     assert main(["report", "--out", str(tmp_path), "--layer", "1"]) == 0

@@ -32,6 +32,7 @@ from ssl_bench.report.pictures import (
     Gallery,
     PictureFiles,
     build_picture_sections,
+    count_hits,
     keep_layers,
     select_strips,
 )
@@ -116,6 +117,9 @@ def test_the_headline_has_all_blocks_and_no_changed_option():
     for records in ([changed, build_record()], [build_record(), changed]):
         (panel,) = headline_panels(*records)
         assert panel.title == "corloc, key, protocol reference [tau=0.2]"
+    # Outputs of a whole block come before those from inside a block.
+    (panel,) = headline_panels(*(build_record(facet=facet) for facet in ("attn_out", "token")))
+    assert panel.facet == "token"
 
 
 @pytest.mark.parametrize("newer", [0.2, 0.3])
@@ -502,6 +506,17 @@ def test_figure_rows_start_with_the_best_block_and_photograph(tmp_path):
         blocks = [(picture.block, picture.note) for picture in strip.pictures]
         assert blocks == [("block 1", note), ("block 0", ""), ("block 2", "")]
         assert all(picture.address.endswith("dog.png") for picture in strip.pictures)
+
+
+def test_hits_and_shares_of_the_highest_percentage_are_added(tmp_path):
+    store = ResultStore(tmp_path)
+    store.save_image_ids(build_record().dataset_fingerprint, ["cat", "dog", "cow"])
+    save(store, build_record(), np.array([1, 0, 1], bool))
+    save(store, skipless(metric="overlap"), np.array([40.0, 80.0, 0.0]))
+
+    counted = count_hits(store, panels(*store.records()))
+
+    assert counted == {"cat.png": 1.5, "dog.png": 1.0, "cow.png": 1.0}
 
 
 PHOTOGRAPH, MAP = (4, 22, 192, 144), (200, 22, 192, 144)
