@@ -48,6 +48,13 @@ def test_a_part_of_a_configuration_can_be_listed(capsys, words, first, others):
     assert others <= groups if words.startswith("experiment") else others == groups
 
 
+@pytest.mark.parametrize("part", ["loss", "training"])
+def test_the_chosen_file_of_a_part_is_shown(capsys, part):
+    for name in choices(f"probe/segmentation/{part}"):
+        found = listed(capsys, "probe.segmentation", f"probe.{part}={name}")
+        assert found[f"probe.{part}"].startswith(f"probe.{part}={name} ")
+
+
 def test_a_key_with_an_empty_mapping_is_listed():
     assert list_keys({"probe": {"tau": 0.2, "classes": {}}}) == ["probe.tau", "probe.classes"]
 

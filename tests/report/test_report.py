@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -346,21 +347,22 @@ def test_only_a_complete_report_replaces_an_older_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
-def test_a_report_is_not_replaced_if_someone_added_files(tmp_path):
+@pytest.mark.parametrize("name", ["notes/chapter.txt", ".git/config"])
+def test_a_report_is_not_replaced_if_someone_added_files(tmp_path, name):
     report = tmp_path / "report"
     replace_page(report, "first")
     (report / ".DS_Store").write_text("from a file manager")
     replace_page(report, "second")
-    notes = report / "notes/chapter.txt"
+    notes = report / name
     notes.parent.mkdir()
     notes.write_text("years of work")
 
-    with pytest.raises(ConfigurationError, match=r"notes/chapter\.txt") as caught:
+    with pytest.raises(ConfigurationError, match=re.escape(name)) as caught:
         replace_page(report, "third")
 
     assert caught.value.hint == ("--into", "{folder}")
     assert (report / "index.html").read_text() == "second"
-    notes.unlink()
+    shutil.rmtree(notes.parent)
     # Older versions did not store the names of their files.
     (report / REPORT_MARK).write_text('{"report": 1}\n')
     replace_page(report, "third")

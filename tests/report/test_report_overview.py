@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from probes.pictures import draw_tile, save_sheet
 from ssl_bench.composition.choices import choices
@@ -37,6 +38,7 @@ from ssl_bench.report.pictures import (
     select_strips,
 )
 from ssl_bench.results import Baseline, Record, ResultStore
+from ssl_bench.system.files import TILES
 from ssl_bench.tables.styles import PALETTE
 from ssl_bench.tables.tasks import task_texts
 from tests.report.test_report import write_report
@@ -517,6 +519,16 @@ def test_hits_and_shares_of_the_highest_percentage_are_added(tmp_path):
     counted = count_hits(store, panels(*store.records()))
 
     assert counted == {"cat.png": 1.5, "dog.png": 1.0, "cow.png": 1.0}
+
+
+def test_tiles_outside_of_a_picture_are_ignored(tmp_path):
+    tiles = PngInfo()
+    tiles.add_text(TILES, "[[0, 0, 4, 3], [1, 0, 4, 3], [0, 1, 4, 3], [-1, 0, 2, 2]]")
+    Image.new("L", (4, 3)).save(tmp_path / "a.png", pnginfo=tiles)
+    files = PictureFiles(tmp_path)
+
+    assert list(map(str, files.list_below(""))) == ["a.png"]
+    assert files.picture_size("a.png").tiles == [(0, 0, 4, 3)]
 
 
 PHOTOGRAPH, MAP = (4, 22, 192, 144), (200, 22, 192, 144)

@@ -312,6 +312,11 @@ def test_metric_names_are_explained(store, cli):
         assert out.count("\ndegenerate: ") == 1
 
 
+def test_a_name_with_a_comma_selects_its_records(store, cli):
+    store.save(replace(RECORD, dataset="cats,dogs"))
+    assert "on cats,dogs val" in cli("table", "--dataset", "cats,dogs").out
+
+
 WARNINGS = [
     ([["few images"], ["few images"]], ["few images", "1 image"]),
     ([[], ["an edge\n", "few images"]], ["block 1: an edge\\n", "block 1: few images", "1 image"]),
