@@ -312,6 +312,17 @@ def test_metric_names_are_explained(store, cli):
         assert out.count("\ndegenerate: ") == 1
 
 
+def test_tables_without_any_value_are_counted_but_not_printed(store, cli):
+    store.save(replace(RECORD, task="knn", metric="top1_k20"))
+    store.save(replace(RECORD, task="knn", metric="top5_k20", value=math.nan, ci95=None))
+
+    shown = cli("table")
+
+    assert "top1_k20" in shown.out
+    assert "top5_k20" not in shown.out
+    assert "1 more table of knn" in shown.err
+
+
 def test_a_name_with_a_comma_selects_its_records(store, cli):
     store.save(replace(RECORD, dataset="cats,dogs"))
     assert "on cats,dogs val" in cli("table", "--dataset", "cats,dogs").out
