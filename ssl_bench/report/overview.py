@@ -328,8 +328,7 @@ def summarize_line(subject: str, panel: ScorePanel, line: ScoreLine, lower: set[
     if best is None:
         blocks = name_blocks(degenerate)
         return f"{beginning} has no best block because {blocks} {_be(len(degenerate))} degenerate."
-    unit = " %" if panel.unit == "%" else ""
-    value = f"{best.text_parts[0]}{unit} {metric}"
+    value = f"{best.text_parts[0]} % {metric}"
     count = sum(entry.is_rankable for entry in valued)
     others = count - len(line.marked_entries)
     if count == 1:

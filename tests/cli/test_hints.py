@@ -311,6 +311,7 @@ def test_an_error_appends_its_hint_unless_the_message_contains_it():
     assert str(DataError("take --out x", hint=("--out", "x"))) == "take --out x"
     assert str(DataError("no", hint=("probe.facet='3'",))) == """no; use `"probe.facet='3'"`"""
     assert str(DataError("unknown --outs", hint=("--out",))) == "unknown --outs; use `--out`"
+    assert str(DataError("--jobs 16", hint=("--jobs", "1"))) == "--jobs 16; use `--jobs 1`"
     assert join_alternatives(("--a",), (), ("--b", "1")) == ("--a", "or", "--b", "1")
 
 

@@ -48,6 +48,18 @@ def test_a_part_of_a_configuration_can_be_listed(capsys, words, first, others):
     assert others <= groups if words.startswith("experiment") else others == groups
 
 
+def test_the_chosen_file_of_a_part_is_shown(capsys):
+    # Another file has the same class, with other values.
+    found = listed(capsys, "probe.segmentation", "probe.training=sgd", "probe.loss=upsample4")
+
+    assert "probe.training=sgd " in found["probe.training"]
+    assert "probe.loss=upsample4 " in found["probe.loss"]
+
+
+def test_a_key_with_an_empty_mapping_is_listed():
+    assert list_keys({"probe": {"tau": 0.2, "classes": {}}}) == ["probe.tau", "probe.classes"]
+
+
 def test_a_protocol_changes_the_shown_values(capsys):
     found = listed(capsys, "probe.segmentation", "probe.protocol=neco")
 

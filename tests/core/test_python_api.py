@@ -468,15 +468,28 @@ def test_the_only_norm_after_the_blocks_is_the_final_norm():
 
 
 def test_a_module_without_cls_is_probed_with_its_mean_patch(tmp_path, capsys):
-    encoder = ssl_bench.Encoder.from_module(own_module.own(), num_registers=1)
+    encoder = ssl_bench.Encoder.from_module(own_module.own(), num_registers=1, epoch=0)
 
     found = ssl_bench.probe(encoder, task="geometry", out=tmp_path, layer=-1, **FEW)
 
     images = ("rankme", "alignment", "uniformity")
     assert {r.facet for r in found if r.metric in images} == {"patch_mean"}
+    assert {record.details["epoch"] for record in found} == {0}
     assert "geometry uses facet=patch_mean to fit" in capsys.readouterr().err
     with pytest.raises(UnsupportedEncoderError, match=r"no \[CLS\] token"):
         ssl_bench.probe(encoder, task="geometry", out=tmp_path, layer=-1, facet="cls", **FEW)
+
+
+def test_a_module_without_parameters_is_an_encoder():
+    module = own_module.own()
+    for part in module.modules():
+        for name, value in list(part.named_parameters(recurse=False)):
+            delattr(part, name)
+            part.register_buffer(name, value.data)
+
+    features = ssl_bench.extract_features(module, torch.rand(1, 3, 32, 32), layers=[0])
+
+    assert features[0]["token"].shape == (1, 4, 4, 16)
 
 
 def photographs(folder: Path, count: int) -> None:
@@ -559,7 +572,7 @@ def test_the_index_of_features_names_the_class_of_each_image(tmp_path, monkeypat
     for splits, more in (
         (("train", "val"), []),
         (("val",), ["--split", "val"]),
-        (("val", "train"), ["--split", "val, train", "--limit", "1"]),
+        (("val", "train"), ["--split", "val, train,val", "--limit", "1"]),
     ):
         data = ["--dataset", "class_folders", "--data-root", "classes", *more]
         assert main(features(tmp_path / "".join(more), *data)) == 0
@@ -901,7 +914,8 @@ def test_images_slightly_outside_the_range_after_bicubic_resizing_are_accepted()
 def test_features_have_the_announced_size_and_number_format(workdir, capsys, dtype):
     words = ["features", "--checkpoint", "encoder.safetensors", "--data-root", "photos"]
     words += ["--facet", "token,mlp_hidden,cls", "--format", "npz", "--out", "features"]
-    assert main([*words, "--dtype", dtype]) == 0
+    # Smaller features would be announced as 0.1 MB.
+    assert main([*words, "--image-size", "256", "--dtype", dtype]) == 0
     (file,) = Path("features").glob("*.npz")
     with np.load(file) as stored:
         arrays = [stored[name] for name in stored.files if name.startswith("block")]

@@ -45,7 +45,8 @@ class Brightness(Probe):
             yield Score(*cell, "percent", found.value, found.ci95(), count, per_image=percent)
             yield Score(*cell, "level", mean, None, count, per_image=levels, unit="")
             # The interval does not contain the value.
-            yield Score(*cell, "odd", 50.0, INTERVAL, count, per_image=0 * levels + 50)
+            values = {"details": {"note": "even"}, "per_image": 0 * levels + 50}
+            yield Score(*cell, "odd", 50.0, INTERVAL, count, **values)
 
 
 @pytest.fixture
@@ -67,7 +68,8 @@ def run_probe(tmp_path, monkeypatch):
 
 
 def test_percentages_of_images_are_stored_and_compared(run_probe, capsys):
-    run_probe()
+    (line,) = [line for line in run_probe() if "layers" in line]
+    assert line.endswith(": layers 0, 1")
     words = ["compare", "a", "--metric", "percent"]
 
     assert main(words) == 0
@@ -84,6 +86,7 @@ def test_percentages_of_images_are_stored_and_compared(run_probe, capsys):
     # A number without per-image values is also a finished result.
     (line,) = run_probe()
     assert "skipping 6 of 6" in line
+    assert "computed by version" not in line
 
 
 def test_the_report_does_not_treat_percentages_as_right_or_wrong(run_probe):
@@ -100,7 +103,8 @@ def test_the_report_does_not_treat_percentages_as_right_or_wrong(run_probe):
 def test_intervals_that_exclude_their_value_are_dropped_with_a_message(run_probe, capsys):
     assert len([line for line in run_probe() if "interval" in line]) == 2
     records = ResultStore(Path("results")).records()
-    assert {(r.value, r.ci95) for r in records if r.metric == "odd"} == {(50.0, None)}
+    odd = [record for record in records if record.metric == "odd"]
+    assert {(r.value, r.ci95, r.details["note"]) for r in odd} == {(50.0, None, "even")}
     assert main(["table", "--metric", "odd"]) == 0
     assert "no interval" in capsys.readouterr().out
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def test_a_table_of_classes_of_several_seeds_has_a_note(tmp_path):
 
 
 def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
-    records = [build_record(protocol="lr=1e-3", facet="key"), build_record(protocol="reference")]
+    records = [build_record(protocol="lr=1e-3", facet=facet) for facet in ("key", "key-all")]
+    records.append(build_record(protocol="reference"))
     skip, other = (get_figures_folder(build_record(model=model)) for model in ("skip", "other"))
     save_pictures(
         tmp_path,
@@ -85,13 +87,16 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
         f"tokencut/toy/{skip}/reference/block01_key",
         f"tokencut/toy/{skip}/reference/masks/block01_key/one",
         f"tokencut/toy/{skip}/lr=1e-3-key-dog-7",
+        f"tokencut/toy/{skip}/lr=1e-3-key-all-cat-7",
         f"tokencut/toy/{other}/reference/block00_key/one",
         f"tokencut/toy/{skip}/reference/grid",
     )
-    (tmp_path / f"pictures/tokencut/toy/{skip}/reference/block01_key.svg").write_text("<svg/>")
-    (checkpoint,) = list_checkpoints(records)
+    for name in ("block01_key", "lone"):
+        path = tmp_path / f"pictures/tokencut/toy/{skip}/reference/{name}.svg"
+        path.write_text("<svg/>")
+    (checkpoint,), files = list_checkpoints(records), PictureFiles(tmp_path)
 
-    blocks, *panels = find_galleries(PictureFiles(tmp_path), records, checkpoint)
+    blocks, *panels = find_galleries(files, records, checkpoint)
 
     start = f"pictures/tokencut/toy/{skip}/"
     # The image "two" has no picture of block 1.
@@ -101,8 +106,11 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
     assert not any("block01_key.png" in path for panel in panels for path in panel.paths())
     assert {panel.variant: panel.files for panel in panels} == {
         "lr=1e-3 key": {"dog-7": "lr=1e-3-key-dog-7.png"},
+        "lr=1e-3 key-all": {"cat-7": "lr=1e-3-key-all-cat-7.png"},
         "reference": {"grid": "reference/grid.png"},
     }
+    # A PNG file replaces an SVG file with the same name.
+    assert list(files.rejected_paths) == [path]
     for layer in (0, 1):
         ResultStore(tmp_path).save(build_record(layer=layer))
     assert main(["report", "--out", str(tmp_path), "--layer", "1"]) == 0
@@ -339,21 +347,22 @@ def test_only_a_complete_report_replaces_an_older_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
-def test_a_report_is_not_replaced_if_someone_added_files(tmp_path):
+@pytest.mark.parametrize("name", ["notes/chapter.txt", ".git/config"])
+def test_a_report_is_not_replaced_if_someone_added_files(tmp_path, name):
     report = tmp_path / "report"
     replace_page(report, "first")
     (report / ".DS_Store").write_text("from a file manager")
     replace_page(report, "second")
-    notes = report / "notes/chapter.txt"
+    notes = report / name
     notes.parent.mkdir()
     notes.write_text("years of work")
 
-    with pytest.raises(ConfigurationError, match=r"notes/chapter\.txt") as caught:
+    with pytest.raises(ConfigurationError, match=re.escape(name)) as caught:
         replace_page(report, "third")
 
     assert caught.value.hint == ("--into", "{folder}")
     assert (report / "index.html").read_text() == "second"
-    notes.unlink()
+    shutil.rmtree(notes.parent)
     # Older versions did not store the names of their files.
     (report / REPORT_MARK).write_text('{"report": 1}\n')
     replace_page(report, "third")

@@ -97,6 +97,9 @@ def test_labels_take_drawing_space_and_many_curves_have_none():
     assert [one.label.label for one in few.curves if one.label] == ["skipless"] * MAX_END_LABELS
     assert few.right < few.curves[0].markers[-1].x + 20 < many.right
     assert [one.label for one in many.curves] == [None] * (MAX_END_LABELS + 1)
+    (single,) = draw(1).curves
+    assert single.label
+    assert single.label.position == single.markers[-1].y < single.markers[0].y
     assert spread_labels([50.0, 51.0, 90.0], 10.0, 0.0, 100.0) == (50.0, 60.0, 90.0)
     assert spread_labels([99.0, 98.0], 10.0, 0.0, 100.0) == (100.0, 90.0)
     assert spread_labels([3.0, 2.0, 1.0], 10.0, 0.0, 20.0) == (20.0, 10.0, 0.0)
@@ -162,6 +165,16 @@ def test_curves_fill_the_drawing_and_missing_values_interrupt_them():
     assert chart.baselines == [(108.0, "centre box"), (204.0, "constant")]
     assert chart.baseline_labels == [(119.0, "centre box"), (200.0, "constant")]
     assert (chart.zero, chart.y_label) == (None, "%")
+    ticks = draw_chart([curve(50.0, 60.0)], baselines=[("constant", 5.0)]).y_ticks
+    assert float(ticks[0].label) <= 5 < 60 <= float(ticks[-1].label)
+
+
+def test_only_whole_epochs_have_ticks():
+    points = [point._replace(x=x) for point, x in zip(curve(1, 2, 3).points, (0, 0.5, 1))]
+
+    chart = draw_chart([replace(curve(), points=points)], x_label="epoch")
+
+    assert [tick.label for tick in chart.x_ticks] == ["0", "1"]
 
 
 def test_zero_is_marked_and_small_charts_have_no_axis_label():

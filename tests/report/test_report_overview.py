@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from probes.pictures import draw_tile, save_sheet
 from ssl_bench.composition.choices import choices
@@ -32,10 +33,12 @@ from ssl_bench.report.pictures import (
     Gallery,
     PictureFiles,
     build_picture_sections,
+    count_hits,
     keep_layers,
     select_strips,
 )
 from ssl_bench.results import Baseline, Record, ResultStore
+from ssl_bench.system.files import TILES
 from ssl_bench.tables.styles import PALETTE
 from ssl_bench.tables.tasks import task_texts
 from tests.report.test_report import write_report
@@ -116,6 +119,9 @@ def test_the_headline_has_all_blocks_and_no_changed_option():
     for records in ([changed, build_record()], [build_record(), changed]):
         (panel,) = headline_panels(*records)
         assert panel.title == "corloc, key, protocol reference [tau=0.2]"
+    # Outputs of a whole block come before those from inside a block.
+    (panel,) = headline_panels(*(build_record(facet=facet) for facet in ("attn_out", "token")))
+    assert panel.facet == "token"
 
 
 @pytest.mark.parametrize("newer", [0.2, 0.3])
@@ -235,7 +241,7 @@ def test_the_leaderboard_names_settings_that_do_not_exceed_baselines():
 
 def test_the_leaderboard_has_a_column_for_each_difference_of_checkpoints():
     small = {"kind": "vit", "dim": 12, "patch_size": 8}
-    other = {**small, "dim": 24, "modules_sha256": "ab" * 32}
+    other = {**small, "dim": 24, "modules_sha256": "ab" * 32, "position_margin": 0.1}
 
     board = leaderboard(build_record(architecture=small), skipless(architecture=other, depth=6))
 
@@ -389,6 +395,17 @@ def test_the_leaderboard_marks_the_best_and_those_not_significantly_lower(tmp_pa
     assert (find_best_checkpoints(single), find_tied_checkpoints(store, single)) == (set(), set())
 
 
+def test_ties_compare_each_checkpoint_at_its_own_best_block(tmp_path):
+    store = ResultStore(tmp_path)
+    for name, counts in {"a": (19, 5), "b": (5, 18)}.items():
+        for layer, count in enumerate(counts):
+            record = build_record(model=name, checkpoint_sha256=name * 64, layer=layer)
+            save(store, record, np.arange(20) < count)
+    (panel,) = panels(*store.records())
+
+    assert [one.name for one in find_tied_checkpoints(store, panel)] == ["b"]
+
+
 def test_overlapping_intervals_are_tied_without_per_image_values(tmp_path):
     intervals = {"a": (70.0, 90.0), "b": (60.0, 75.0), "c": (30.0, 50.0)}
     (panel,) = panels(
@@ -491,6 +508,27 @@ def test_figure_rows_start_with_the_best_block_and_photograph(tmp_path):
         blocks = [(picture.block, picture.note) for picture in strip.pictures]
         assert blocks == [("block 1", note), ("block 0", ""), ("block 2", "")]
         assert all(picture.address.endswith("dog.png") for picture in strip.pictures)
+
+
+def test_hits_and_shares_of_the_highest_percentage_are_added(tmp_path):
+    store = ResultStore(tmp_path)
+    store.save_image_ids(build_record().dataset_fingerprint, ["cat", "dog", "cow"])
+    save(store, build_record(), np.array([1, 0, 1], bool))
+    save(store, skipless(metric="overlap"), np.array([40.0, 80.0, 0.0]))
+
+    counted = count_hits(store, panels(*store.records()))
+
+    assert counted == {"cat.png": 1.5, "dog.png": 1.0, "cow.png": 1.0}
+
+
+def test_tiles_outside_of_a_picture_are_ignored(tmp_path):
+    tiles = PngInfo()
+    tiles.add_text(TILES, "[[0, 0, 4, 3], [1, 0, 4, 3], [0, 1, 4, 3], [-1, 0, 2, 2]]")
+    Image.new("L", (4, 3)).save(tmp_path / "a.png", pnginfo=tiles)
+    files = PictureFiles(tmp_path)
+
+    assert list(map(str, files.list_below(""))) == ["a.png"]
+    assert files.picture_size("a.png").tiles == [(0, 0, 4, 3)]
 
 
 PHOTOGRAPH, MAP = (4, 22, 192, 144), (200, 22, 192, 144)

@@ -58,7 +58,7 @@ def test_a_pair_shows_the_pictures_that_both_checkpoints_have(tmp_path):
     assert [list(one.prefixes) for one, _ in pairs] == [[None]]
 
 
-@pytest.mark.parametrize("ids", [("dog", "cat", "cow", "sky"), None])
+@pytest.mark.parametrize("ids", [("dog", "cat", "cow", "sky"), ("dog",), None])
 def test_images_are_listed_from_largest_gain_to_largest_loss(tmp_path, ids):
     store, same = ResultStore(tmp_path), {"task": "segmentation", "metric": "miou_holdout"}
     good = [[3, 3], [4, 4], [4, 4]]
@@ -70,8 +70,21 @@ def test_images_are_listed_from_largest_gain_to_largest_loss(tmp_path, ids):
     compared = compared_pair(store, store.records())
 
     assert [round(image[-1]) for image in compared.images] == [100, -25, -75]
-    names = ids or [f"image {i} of 4" for i in (1, 2, 3, 4)]
+    numbered = [f"image {i} of 4" for i in (1, 2, 3, 4)]
+    names = ids if ids is not None and len(ids) == 4 else numbered
     assert [image[0] for image in compared.images] == [names[1], names[2], names[0]]
+
+
+def test_of_many_images_those_with_the_largest_differences_are_listed(tmp_path):
+    store, same = ResultStore(tmp_path), {"task": "segmentation", "metric": "miou"}
+    right = [[[n, n], [10, 10], [10, 10]] for n in range(1, 10)]
+    save(store, build_record(**same), counts(*right, *right))
+    save(store, skipless(**same), counts(*right[::-1], *right[::-1]))
+
+    differences = [round(image[-1]) for image in compared_pair(store, store.records()).images]
+
+    assert (len(differences), differences[0], differences[-1]) == (12, 77, -77)
+    assert differences == sorted(differences, reverse=True)
 
 
 @pytest.mark.parametrize("metric", ["corloc", "miou", "pixel_accuracy"])
@@ -175,7 +188,8 @@ def test_pairs_of_many_checkpoints_must_be_requested(tmp_path, capsys):
     assert len(choose_pairs(few, [])) == 15
     assert choose_pairs(many, []) == []
     for checkpoints, name in ((many, "6"), (few, "5")):
-        (pair,) = choose_pairs(checkpoints, [(make_encoder_id(name), make_encoder_id("0"))])
+        # A pair that is given twice has one page.
+        (pair,) = choose_pairs(checkpoints, 2 * [(make_encoder_id(name), make_encoder_id("0"))])
         assert (pair.first.name, pair.second.name) == (f"m{name}", "m0")
     with pytest.raises(ConfigurationError) as caught:
         choose_pairs(few, [(make_encoder_id("1"), make_encoder_id("1"))])

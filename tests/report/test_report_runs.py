@@ -80,6 +80,7 @@ def test_runs_are_drawn_if_their_checkpoints_have_records(
     Path(runs).mkdir()
     for run in ("dino", "labels"):
         (Path(runs) / run).symlink_to(pretrained_runs / run)
+    (Path(runs) / "again").symlink_to(pretrained_runs / "dino")
     ResultStore(Path(out)).save(run_record(pretrained_runs / "dino"))
 
     assert main(["report", "--out", out]) == 0
@@ -136,6 +137,9 @@ def test_curves_of_long_logs_have_few_points_gaps_and_bands(tmp_path):
     assert [tick.label for tick in panel.chart.x_ticks] == ["0", "5", "10", "15", "20"]
     assert short.band == ""
     assert "200 loss values not finite" in runs.lines[0].facts
+    # The length of an epoch is unknown until an epoch is complete.
+    write_log(tmp_path / "c", make_rows(20, float))
+    assert draw_logs(tmp_path).axis == "step"
 
 
 def test_a_value_between_gaps_is_a_dot(tmp_path):

@@ -180,13 +180,20 @@ def test_a_result_without_per_image_values_is_marked(store):
     text = render_tables([held_out], "text")
     assert "\n‡: " in text
     assert "ORACLE" not in text
+    assert [(cell["encoder"], cell["value"]) for cell in held_out.as_json()["cells"]] == [
+        ("skip", None),
+        ("skipless", pytest.approx(100 / 3)),
+    ]
     assert [row[1] for row in markdown_cells(oracle)] == ["toy", "**66.7 @1**", "33.3 @0"]
     text = render_tables([oracle], "text")
     assert "oracle choice of the block" in text.splitlines()[0]
     assert "ORACLE" in text
     other = save(store, "e", 1, hits(1, 0, 0))
     several = encoder_table([*records, other], store, "holdout")
-    assert "not every encoder was probed at the same blocks" in render_tables([several], "text")
+    note = "not every encoder was probed at the same blocks"
+    assert note in render_tables([several], "text")
+    voc = save(store, "e", 2, hits(1, 0, 0), dataset="voc2012")
+    assert note not in render_tables([encoder_table([other, voc], store, "holdout")], "text")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +219,8 @@ def test_nothing_is_best_when_higher_is_not_better(store, metric, unit, title):
     assert render_tables([single], "text").startswith(title)
     mixed = encoder_table([*records, RECORD], store, "oracle")
     assert mixed.title.split(":")[0] == title.split(":")[0]
+    # The only chosen score has a single block, but no block was chosen for the others.
+    assert (mixed.choice, single.choice) == ("oracle", "block")
 
 
 COLUMNS = (

@@ -18,6 +18,7 @@ from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
 from ssl_bench.tables.entries import (
     average_over_seeds,
+    baseline_note,
     describe_provenance,
     format_dagger,
     model_names,
@@ -311,6 +312,22 @@ def test_metric_names_are_explained(store, cli):
         assert out.count("\ndegenerate: ") == 1
 
 
+def test_tables_without_any_value_are_counted_but_not_printed(store, cli):
+    store.save(replace(RECORD, task="knn", metric="top1_k20"))
+    store.save(replace(RECORD, task="knn", metric="top5_k20", value=math.nan, ci95=None))
+
+    shown = cli("table")
+
+    assert "top1_k20" in shown.out
+    assert "top5_k20" not in shown.out
+    assert "1 more table of knn" in shown.err
+
+
+def test_a_name_with_a_comma_selects_its_records(store, cli):
+    store.save(replace(RECORD, dataset="cats,dogs"))
+    assert "on cats,dogs val" in cli("table", "--dataset", "cats,dogs").out
+
+
 WARNINGS = [
     ([["few images"], ["few images"]], ["few images", "1 image"]),
     ([[], ["an edge\n", "few images"]], ["block 1: an edge\\n", "block 1: few images", "1 image"]),
@@ -327,6 +344,42 @@ def test_warnings_of_records_are_printed_below_a_table(store, cli, by_block, not
 
     shown = [line.partition("; seeds")[0] for line in below if not line.startswith("marked")]
     assert list(filter(None, shown)) == notes
+
+
+def test_a_block_without_a_value_has_a_single_note():
+    reason = {"undefined": "no class has two images"}
+    undefined = replace(RECORD, layer=4, value=math.nan, ci95=None, details=reason)
+
+    (table,) = depth_tables([RECORD, undefined])
+
+    assert [note for note in table.notes if "block" in note] == [
+        "no value for block 4: no class has two images"
+    ]
+    # The mean over seeds is undefined if a seed has no value.
+    mean = average_over_seeds([RECORD, replace(undefined, layer=3, seed=1)])
+    assert (mean.text(), mean.reason) == (NO_VALUE, "no class has two images")
+
+
+def test_unreadable_images_of_all_splits_are_named():
+    first = {"train": ["a.jpg"], "val": ["b.jpg"]}
+    left_out = {split: {"count": 1, "first": names} for split, names in first.items()}
+    settings, details = {"left_out": "1 of train, 1 of val (3f9a01)"}, {"left_out": left_out}
+
+    line = describe_provenance([replace(RECORD, settings=settings, details=details)])
+
+    assert "without 1 of train, 1 of val that cannot be read: a.jpg, b.jpg;" in line
+
+
+def test_every_baseline_of_a_table_is_noted():
+    baselines = [Baseline("centre box", 31.0), Baseline("whole image", 42.0)]
+    records = [
+        replace(RECORD, layer=layer, details=baseline.as_details())
+        for layer, baseline in enumerate(baselines)
+    ]
+    assert baseline_note(records) == (
+        "image-independent baseline (centre box): 31.0, "
+        "image-independent baseline (whole image): 42.0"
+    )
 
 
 def test_the_digest_of_settings_does_not_depend_on_their_order():
