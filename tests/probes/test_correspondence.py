@@ -78,6 +78,23 @@ def test_larger_alphas_score_higher_and_figure_names_state_the_warp(photographs,
     assert all("warp=flip" in name and name.endswith(".png.png") for name in drawn)
 
 
+def test_figures_mark_points_by_a_tolerance_of_a_tenth_or_else_the_last(
+    photographs, tmp_path, monkeypatch
+):
+    drawn: list[tuple[np.ndarray, str]] = []
+    monkeypatch.setattr(
+        "probes.correspondence.draw_matches",
+        lambda _pair, _positions, correct, title, _path: drawn.append((correct, title)),
+    )
+    for alphas, metric in (([0.05, 0.1, 0.3], "pck_0.1"), ([0.05, 0.3], "pck_0.3")):
+        drawn.clear()
+        records = run(photographs, ResultStore(tmp_path / metric), alphas=alphas, panels=3)
+        shares = [100 * correct.mean() for correct, title in drawn if "block 2" in title]
+        (value,) = [r.value for r in records if (r.layer, r.metric) == (2, metric)]
+        assert np.mean(shares) == pytest.approx(value)
+        assert all(f"{metric} " in title for _, title in drawn)
+
+
 def test_sharp_soft_predictions_are_the_best_patches(photographs, tmp_path):
     # At a low temperature without a narrow window, only the most similar patch counts.
     soft = {"prediction": "soft", "sigma": 1000.0, "temperature": 1e-3}

@@ -25,7 +25,7 @@ from probes.pca import (
     two_means_threshold,
 )
 from probes.pictures import Picture, draw_heading, save_sheet, save_svg_sheet
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import TILES
@@ -138,6 +138,19 @@ def test_constant_blocks_are_reported_and_never_become_the_reference(photographs
     assert "pca: block 2: 2 of 2 maps are constant" in messages
     (folder,) = (store.root / "pictures" / "pca" / "folder").glob("silent-*/image")
     assert all(m.abs().sum() > 0 for m in load_reference(folder, DRAWN)[1])
+
+
+def test_blocks_before_features_that_are_not_finite_are_drawn(photographs, tmp_path):
+    model = vit()
+    with torch.no_grad():
+        model.get_parameter("blocks.2.mlp.fc2.bias").fill_(torch.nan)
+    broken, store = encoder("broken", model), ResultStore(tmp_path / "out")
+
+    (record,) = probe(photographs, store, encoder=broken, layers=(1,))
+
+    assert 0 < record.value <= 100
+    with pytest.raises(CheckpointError, match="block 2 of broken"):
+        probe(photographs, store, encoder=broken, layers=(1, 2))
 
 
 def test_only_the_foreground_is_fitted_and_shown(photographs, tmp_path):
