@@ -70,6 +70,10 @@ def test_larger_alphas_score_higher_and_figure_names_state_the_warp(photographs,
         found = [by_cell[layer, facet, metric] for metric in alphas]
         assert found == sorted(found)
     assert {(r.num_images, r.details["points"]) for r in records} == {(3, 60)}
+    for name in ("reachable", "baseline"):
+        values = [r.details[name] for r in records[:4]]
+        values = [value["value"] if name == "baseline" else value for value in values]
+        assert sorted(values) == values != values[:1] * 4
     (folder,) = (store.root / "pictures/correspondence/folder").iterdir()
     drawn = {p.relative_to(folder).as_posix() for p in folder.rglob("*.png")}
     probe = Correspondence(**{**WARPS, **options})
@@ -442,3 +446,10 @@ def test_lines_of_correct_points_are_green_and_others_red(tmp_path):
     # A ring marks the true target point.
     ring = views[round(0.75 * SIDE) - 6 : round(0.75 * SIDE) + 7, middle + GAP // 2 + SIDE // 2]
     assert (ring[:, 1] > 100).any()
+    # The line of a correct point covers that of a wrong one.
+    same = view_pair([[0.5, 0.25], [0.5, 0.25]])
+    draw_matches(same, same.truth, np.array([True, False]), "title", tmp_path / "b.png")
+    picture = np.asarray(Image.open(tmp_path / "b.png")).astype(int)
+    row = picture.shape[0] - SIDE - MARGIN + SIDE // 4
+    red, green, _ = picture[row, MARGIN + middle - GAP // 2 - 4]
+    assert green > 100 > red

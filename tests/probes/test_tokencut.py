@@ -371,6 +371,7 @@ def test_only_maskcut_refuses_negative_thresholds():
         ({}, "exceed tau=0.2,", "`probe.protocol=adaptive`"),
         ({"tau": 0.1}, "exceed tau=0.1,", "`probe.protocol=adaptive`"),
         ({"method": "lost"}, "exceed 0,", "`probe.protocol=adaptive`"),
+        ({"method": "maskcut", "tau": 0.1}, "exceed tau=0.1,", "`probe.protocol=adaptive`"),
         ({"tau": "otsu"}, "nearly equal", "another block"),
     ],
 )
