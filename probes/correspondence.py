@@ -192,9 +192,7 @@ class Correspondence(Probe):
             unused.add("sampling")
         if self.prediction == "cell":
             unused |= {"sigma", "temperature"}
-        values = {name: v for name, v in super().settings().items() if name not in unused}
-        floats = values.keys() & {"strength", "sigma", "temperature"}
-        return values | {name: float(values[name]) for name in floats}
+        return {name: value for name, value in super().settings().items() if name not in unused}
 
     def list_figures(
         self, layers: Sequence[int], images: ImageSet, seed: int

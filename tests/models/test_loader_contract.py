@@ -162,6 +162,25 @@ def test_an_unknown_address_is_refused_in_one_line(uri, capsys):
 
 
 @pytest.mark.parametrize(
+    "uri",
+    [
+        "{}",
+        "{}@last",
+        "mean=0.5,std=0.5:{}",
+        "random:{}",
+        "local-dir:{}",
+        "timm:vit_tiny_patch16_224@{}",
+        "{}/*",
+        "{}.py:encoder",
+    ],
+)
+def test_every_path_in_an_address_may_begin_with_the_home_folder(uri, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert main(["models", uri.format("~/nothing")]) == 4
+    assert str(Path.cwd() / "nothing") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("uri", "code", "message"),
     [
         ("broken:x", 4, "line 2"),

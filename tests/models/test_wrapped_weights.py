@@ -219,7 +219,7 @@ TORN = {name: value for name, value in WHOLE.items() if name != "norm.bias"}
         ),
         (add_prefix("net.", WHOLE) | {"a.b": torch.ones(1)}, "contains a.b, "),
         ({"model": WHOLE, "ema": [torch.ones(3)]}, "contains ema, "),
-        (WHOLE | {"norm._orig_mod.bias": torch.ones(3)}, "contains norm.bias twice"),
+        (WHOLE | {"norm._orig_mod.bias": WHOLE["norm.bias"]}, "contains norm.bias twice"),
         (WHOLE | {"fc_norm.weight": WHOLE["norm.weight"]}, "contains norm.weight twice"),
     ],
 )

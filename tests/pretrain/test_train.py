@@ -167,6 +167,13 @@ def test_a_signal_in_the_last_step_is_ignored(root, tmp_path, monkeypatch):
     assert len(log_rows(tmp_path)) == 8
 
 
+def test_a_signal_at_the_time_limit_is_reported_as_a_signal(root, tmp_path, monkeypatch):
+    call_before_step(monkeypatch, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    plan = plan_of(root)
+    with pytest.raises(Preempted):
+        replace(plan, train=replace(plan.train, max_minutes=0.0)).run(tmp_path, device="cpu")
+
+
 def test_an_error_after_the_last_step_ends_the_run(root, tmp_path, monkeypatch):
     evaluate = train.Run._run_monitor
 

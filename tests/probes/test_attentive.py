@@ -17,6 +17,7 @@ from probes.heads.attentive import LARS, AttentiveHeads, AttentivePooling, pool_
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Score
+from ssl_bench.features import central_square
 from ssl_bench.models import Encoder
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import build_constant_encoder, run_probe, tiny
@@ -99,6 +100,19 @@ def train_heads(features: StoredFeatures, *rates: float, batch_size: int) -> Att
     # Incomplete batches are left out, unless there are too few images for one batch.
     assert steps == [3 * max(1, 10 // batch_size)]
     return found.heads
+
+
+def test_training_and_scored_images_are_cropped_alike(root, monkeypatch):
+    shares, crop = [], central_square
+
+    def remember(*given: Any, crop_share: float) -> Tensor:
+        shares.append(crop_share)
+        return crop(*given, crop_share=crop_share)
+
+    for module in ("probes.classification", "probes.features.training_images"):
+        monkeypatch.setattr(f"{module}.central_square", remember)
+    scores(root, pool=AttentivePooling(queries=4, epochs=1, batch_size=10), crop_share=0.5)
+    assert shares == [0.5] * (30 + 12)
 
 
 @pytest.mark.parametrize("batch_size", [4, 64])

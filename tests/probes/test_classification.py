@@ -275,7 +275,7 @@ def test_warnings_name_grid_edges_diverged_heads_and_degenerate_features():
     assert alone.details["warnings"] == []
 
     changes = {"missing_classes": 2, "constant_share": 1.0, "hyperparameter": "learning_rate"}
-    ranks = torch.tensor([[0, 1], [0, 0], [7, 7]])
+    ranks = torch.tensor([[0, 1], [0, 0], [7, 1]])
     diverged = score_three_heads(ranks=ranks, held_out_ranks=None, **changes)[0]
     parts = ("diverged: learning rate 10", "2 of 7 classes", "degenerate")
     for warning, part in zip(diverged.details["warnings"], parts, strict=True):

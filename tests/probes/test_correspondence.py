@@ -70,12 +70,33 @@ def test_larger_alphas_score_higher_and_figure_names_state_the_warp(photographs,
         found = [by_cell[layer, facet, metric] for metric in alphas]
         assert found == sorted(found)
     assert {(r.num_images, r.details["points"]) for r in records} == {(3, 60)}
+    for name in ("reachable", "baseline"):
+        values = [r.details[name] for r in records[:4]]
+        values = [value["value"] if name == "baseline" else value for value in values]
+        assert sorted(values) == values != values[:1] * 4
     (folder,) = (store.root / "pictures/correspondence/folder").iterdir()
     drawn = {p.relative_to(folder).as_posix() for p in folder.rglob("*.png")}
     probe = Correspondence(**{**WARPS, **options})
     assert drawn == probe.list_figures((0, 2), photographs.images(), 0).keys()
     assert len(drawn) == 4
     assert all("warp=flip" in name and name.endswith(".png.png") for name in drawn)
+
+
+def test_figures_mark_points_by_a_tolerance_of_a_tenth_or_else_the_last(
+    photographs, tmp_path, monkeypatch
+):
+    drawn: list[tuple[np.ndarray, str]] = []
+    monkeypatch.setattr(
+        "probes.correspondence.draw_matches",
+        lambda _pair, _positions, correct, title, _path: drawn.append((correct, title)),
+    )
+    for alphas, metric in (([0.05, 0.1, 0.3], "pck_0.1"), ([0.05, 0.3], "pck_0.3")):
+        drawn.clear()
+        records = run(photographs, ResultStore(tmp_path / metric), alphas=alphas, panels=3)
+        shares = [100 * correct.mean() for correct, title in drawn if "block 2" in title]
+        (value,) = [r.value for r in records if (r.layer, r.metric) == (2, metric)]
+        assert np.mean(shares) == pytest.approx(value)
+        assert all(f"{metric} " in title for _, title in drawn)
 
 
 def test_sharp_soft_predictions_are_the_best_patches(photographs, tmp_path):
@@ -425,3 +446,10 @@ def test_lines_of_correct_points_are_green_and_others_red(tmp_path):
     # A ring marks the true target point.
     ring = views[round(0.75 * SIDE) - 6 : round(0.75 * SIDE) + 7, middle + GAP // 2 + SIDE // 2]
     assert (ring[:, 1] > 100).any()
+    # The line of a correct point covers that of a wrong one.
+    same = view_pair([[0.5, 0.25], [0.5, 0.25]])
+    draw_matches(same, same.truth, np.array([True, False]), "title", tmp_path / "b.png")
+    picture = np.asarray(Image.open(tmp_path / "b.png")).astype(int)
+    row = picture.shape[0] - SIDE - MARGIN + SIDE // 4
+    red, green, _ = picture[row, MARGIN + middle - GAP // 2 - 4]
+    assert green > 100 > red

@@ -118,7 +118,9 @@ def test_outliers_are_counted_before_the_final_norm(photographs):
         model.get_parameter("norm.weight").zero_()
     # After the norm, all tokens are equal. Only tokens before the norm have outliers.
     found = scores(photographs, model, outlier_factor=1.0)
-    assert found[1, "token", "outlier_share"].value == pytest.approx(50)
+    outliers = found[1, "token", "outlier_share"]
+    assert outliers.value == pytest.approx(50)
+    assert outliers.details["percent_of_images_with_any"] == 100
     assert abs(found[1, "token", "cls_patch_cosine"].value) < 0.9
     assert found[1, "patch_mean", "rankme"].details["constant_features"]
     assert math.isnan(found[1, "patch_mean", "effective_rank"].value)
@@ -179,16 +181,27 @@ def test_views_of_an_interrupted_run_are_not_computed_again(
     assert not list((tmp_path / "cache").rglob("*.jsonl"))
 
 
-def test_another_seed_draws_new_views_after_an_interrupted_run(photographs, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "changed", "kept"),
+    [
+        ({"seed": 1}, ["alignment", "position_r2"], []),
+        ({"view_area": (0.1, 0.2)}, ["alignment"], ["position_r2"]),
+        ({"layers": (1,)}, [], ["alignment", "position_r2"]),
+    ],
+)
+def test_other_views_and_blocks_are_computed_after_an_interrupted_run(
+    photographs, tmp_path, monkeypatch, changes, changed, kept
+):
     # All images have views, so that only their crops depend on the seed.
-    one, other = (values(photographs, seed=seed, view_images=7) for seed in (0, 1))
-    for cell in ((1, "cls", "alignment"), (1, "token", "position_r2")):
-        assert one[cell] != other[cell]
+    one, other = (values(photographs, view_images=7, **more) for more in ({}, changes))
+    for name in (*changed, *kept):
+        cell = (1, "token" if name == "position_r2" else "cls", name)
+        assert (one[cell] != other[cell]) == (name in changed)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model, _ = interrupt_views(photographs, view_images=7)
     assert list((tmp_path / "cache").rglob("*.jsonl"))
 
-    found = values(photographs, model, seed=1, view_images=7)
+    found = values(photographs, model, view_images=7, **changes)
 
     assert found == pytest.approx(other, rel=0, abs=0, nan_ok=True)
 
@@ -197,9 +210,10 @@ def test_an_encoder_without_cls_has_no_cosine_with_it(photographs, encoder_witho
     model = encoder_without_cls.module
     with pytest.raises(UnsupportedEncoderError):
         values(photographs, model)
-    found = values(photographs, model, facet="patch_mean")
-    assert math.isnan(found[1, "token", "cls_patch_cosine"])
-    assert found[1, "patch_mean", "rankme"] >= 1
+    found = scores(photographs, model, facet="patch_mean")
+    assert math.isnan(found[1, "token", "cls_patch_cosine"].value)
+    assert "[CLS]" in found[1, "token", "cls_patch_cosine"].details["undefined"]
+    assert found[1, "patch_mean", "rankme"].value >= 1
 
 
 def test_tables_state_why_a_value_or_interval_is_missing(workdir, capsys):

@@ -200,6 +200,10 @@ def test_only_tokens_that_encode_their_position_predict_it():
     assert position_r2(same, same, same)[1].tolist() == pytest.approx([0] * 4, abs=1e-9)
     alone = normal(4, 1, 1, 5)
     assert position_r2(alone, alone, alone)[1].isnan().all()
+    # A single row or column of patches has only one coordinate to predict.
+    for shape in ((1, 3, 3), (3, 1, 3)):
+        line = torch.eye(3).view(1, *shape).expand(4, -1, -1, -1)
+        assert position_r2(line, line, line)[1].tolist() == pytest.approx([1] * 4, abs=1e-4)
 
 
 def test_rows_and_columns_have_the_same_weight():

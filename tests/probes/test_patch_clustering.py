@@ -203,6 +203,8 @@ def test_the_dataset_determines_what_is_clustered(dataset, overrides, protocol, 
     assert replace(probe, num_restarts=5).settings() != probe.settings()
     with pytest.raises(DataError):
         plan_probes(["clustering"], ["voc2012"], ["probe.protocol=images"], {"voc2012": "/nowhere"})
+    # Images with both masks and labels are clustered as a whole.
+    assert type(probe).settings_for({"segmentation", "classification"}) == {}
 
 
 @pytest.mark.parametrize("size", [(24, 40), (7, 33), (3, 2)])

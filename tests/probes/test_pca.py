@@ -25,7 +25,7 @@ from probes.pca import (
     two_means_threshold,
 )
 from probes.pictures import Picture, draw_heading, save_sheet, save_svg_sheet
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import TILES
@@ -54,8 +54,11 @@ def tile(path):
     return np.asarray(Image.open(path)).astype(int)
 
 
-@pytest.mark.parametrize("protocol", ["image", "batch", "dataset"])
-def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, protocol):
+@pytest.mark.parametrize(
+    ("protocol", "fitted"),
+    [("image", "each image"), ("batch", "these 2 images"), ("dataset", "the whole dataset")],
+)
+def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, protocol, fitted):
     store = ResultStore(tmp_path / "out")
 
     records = probe(photographs, store, protocol=protocol, grid="both")
@@ -70,6 +73,7 @@ def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, prot
     drawn = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     images = {f"block{layer:02d}/{name}.png" for layer in range(3) for name in DRAWN}
     assert drawn == images | {"blocks-0-2.png", "blocks-0-2.svg", REFERENCE_FILE}
+    assert f"fitted to {fitted}." in (folder / "blocks-0-2.svg").read_text()
     if protocol == "dataset":
         # The dataset is fitted as one batch of all images.
         batch = probe(photographs, ResultStore(tmp_path / "b"), protocol="batch", panels=3)
@@ -131,6 +135,7 @@ def test_constant_blocks_are_reported_and_never_become_the_reference(photographs
         model.get_parameter("blocks.2.mlp.fc2.weight").zero_()
         model.get_parameter("blocks.2.mlp.fc2.bias").fill_(1)
     store, messages, silent = ResultStore(tmp_path / "out"), [], encoder("silent", model)
+    Image.new("RGB", (50, 50)).save(photographs.root / "c.png")
 
     records = probe(photographs, store, messages, encoder=silent)
 
@@ -138,6 +143,25 @@ def test_constant_blocks_are_reported_and_never_become_the_reference(photographs
     assert "pca: block 2: 2 of 2 maps are constant" in messages
     (folder,) = (store.root / "pictures" / "pca" / "folder").glob("silent-*/image")
     assert all(m.abs().sum() > 0 for m in load_reference(folder, DRAWN)[1])
+    # Without positions, only the black image has constant maps.
+    flat = vit()
+    torch.nn.init.zeros_(flat.get_parameter("pos_embed"))
+    records = probe(photographs, store, messages, encoder=encoder("flat", flat))
+    assert [record.details["num_constant"] for record in records] == [1, 1, 1]
+    assert "pca: block 2: 1 of 2 maps are constant" in messages
+
+
+def test_blocks_before_features_that_are_not_finite_are_drawn(photographs, tmp_path):
+    model = vit()
+    with torch.no_grad():
+        model.get_parameter("blocks.2.mlp.fc2.bias").fill_(torch.nan)
+    broken, store = encoder("broken", model), ResultStore(tmp_path / "out")
+
+    (record,) = probe(photographs, store, encoder=broken, layers=(1,))
+
+    assert 0 < record.value <= 100
+    with pytest.raises(CheckpointError, match="block 2 of broken"):
+        probe(photographs, store, encoder=broken, layers=(1, 2))
 
 
 def test_only_the_foreground_is_fitted_and_shown(photographs, tmp_path):
@@ -218,6 +242,25 @@ def test_svg_sheets_contain_text_and_every_image_in_place(tmp_path):
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     assert all(float(i["x"]) + float(i["width"]) <= width for i in images)
     assert all(float(i["y"]) + float(i["height"]) <= height for i in images)
+
+
+def test_maps_of_squashed_images_have_the_shape_of_their_image(photographs, tmp_path):
+    store = ResultStore(tmp_path / "out")
+
+    probe(photographs, store, squash=48, grid="svg", panels=3, layers=(0, 2))
+
+    (path,) = store.root.rglob("*.svg")
+    images = list(ElementTree.parse(path).getroot().iter("{http://www.w3.org/2000/svg}image"))
+    sizes = [(image.attrib["width"], image.attrib["height"]) for image in images]
+    assert sizes[::3] == sizes[1::3] == sizes[2::3]
+    assert len({*sizes}) == 3
+
+
+def test_the_folder_of_maps_states_other_image_sizes_and_the_reference():
+    for size, folder in ((None, "image"), (224, "image"), (48, "image-48px")):
+        assert PCA(image_size=size).with_native_size((32, 32)).figure_folder == folder
+    runs = ("runs/one/last.safetensors", "runs/other/last.safetensors", "tiny")
+    assert len({PCA(align_to=path).figure_folder for path in runs}) == 3
 
 
 def test_png_sheets_state_the_place_of_every_image(tmp_path):

@@ -193,6 +193,7 @@ def test_a_refit_fits_all_views_of_all_training_images(tmp_path):
     *_, score, _, _ = probe.run(probe_context(tmp_path / "found", dataset=dataset))
     assert score.metric == "miou_holdout"
     assert score.details["miou_by_rate"] == expected
+    assert score.details["miou_by_rate_held_out"] == [0]
     assert (score.details["num_train_images"], score.details["c_value"]) == (18, 1.0)
     assert "learning_rates" not in probe.settings()
 

@@ -58,7 +58,9 @@ _SIZE = 18 * (4 * 16 * 24 * 2 + (4 * 4) ** 2) / GIB
     [
         (_SIZE, 0.0, False, "memory"),
         (0.99 * _SIZE, _SIZE, False, "disk"),
+        (0.0, _SIZE, False, "disk"),
         (0.99 * _SIZE, 0.99 * _SIZE, False, "stream"),
+        (0.0, 0.0, False, "stream"),
         (0.99 * _SIZE, 0.0, True, "disk"),
     ],
 )

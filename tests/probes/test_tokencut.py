@@ -252,6 +252,17 @@ def test_breakdowns_and_image_shares_equal_a_count_by_hand():
     assert np.asarray(flagged.per_image).tolist() == degenerate
 
 
+def test_three_images_with_objects_in_the_padding_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(PatchGrid, "is_padding", lambda *_: True)
+    for names, named in (("abc", "object of a, b, c lies"), ("abcdg", "a, b, c and 2 more lies")):
+        messages = []
+        pictures = Pictures({name: [FAR_AWAY] for name in names})
+        given = context_of(tiny_encoder(), pictures, (2,), tmp_path / names, say=messages.append)
+        list(TokenCut(panels=0).run(given))
+        (line,) = [text for text in messages if "padding" in text]
+        assert named in line
+
+
 def test_the_size_of_objects_is_that_of_the_largest_box():
     boxes = np.array([[0, 0, 20, 10], [10, 10, 40, 20]], np.float64)
     sample = Sample("image", np.zeros((40, 50, 3), np.uint8), boxes=boxes)
@@ -360,6 +371,7 @@ def test_only_maskcut_refuses_negative_thresholds():
         ({}, "exceed tau=0.2,", "`probe.protocol=adaptive`"),
         ({"tau": 0.1}, "exceed tau=0.1,", "`probe.protocol=adaptive`"),
         ({"method": "lost"}, "exceed 0,", "`probe.protocol=adaptive`"),
+        ({"method": "maskcut", "tau": 0.1}, "exceed tau=0.1,", "`probe.protocol=adaptive`"),
         ({"tau": "otsu"}, "nearly equal", "another block"),
     ],
 )
