@@ -5,7 +5,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,6 +31,7 @@ from tests.support.faults import (
     picture,
     records,
     voc,
+    wait_until,
 )
 
 VALUES = torch.randn(3, 100, 4, 4, 16, generator=torch.Generator().manual_seed(0)).half()
@@ -353,16 +353,13 @@ def test_a_killed_training_of_heads_continues_from_its_journal(workdir):
         return make_probe_args("segmentation", "voc2012", workdir, *more, "--out", out)
 
     assert main(words("through", 10.0)) == 0
-    folder, latest = workdir / "cache" / "heads", time.monotonic() + 120
-    # In a forked process, threads that decode images sometimes end in an error of torch.
-    command = [sys.executable, "-m", "ssl_bench.cli", *words("killed", 0.0)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
-        while not any(read_state(path).get("step", 0) > 5 for path in folder.glob("heads_*.jsonl")):
-            assert child.poll() is None, child.communicate()
-            assert time.monotonic() < latest
-            time.sleep(0.002)
-        child.kill()
-    assert child.returncode == -signal.SIGKILL
+    folder = workdir / "cache" / "heads"
+    child = fork(lambda: main(words("killed", 0.0)), stderr=workdir / "stderr")
+    wait_until(
+        lambda: any(read_state(path).get("step", 0) > 5 for path in folder.glob("heads_*.jsonl"))
+    )
+    os.kill(child, signal.SIGKILL)
+    assert exit_code(child) == -signal.SIGKILL
     assert not list(Path("killed/records").rglob("*.json"))
     # The process may have been killed while it wrote a temporary file.
     (folder / f".ssl-bench-{7:032x}.tmp").touch()

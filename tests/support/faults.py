@@ -306,6 +306,8 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
         return child
     code = 70
     try:
+        # Let one thread create torch's thread pool. Several threads at once sometimes fail.
+        torch.set_num_threads(torch.get_num_threads())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
         if stderr is not None:
