@@ -142,6 +142,7 @@ def test_results_with_the_protocol_nearest_to_the_paper_are_shown(store):
 
     (chosen,) = table.entries.values()
     assert (chosen.value, chosen.records[0].protocol) == (75.0, "cutting_the_skip")
+    assert "learning rate chosen on the scored images" in table.notes[2]
     assert table.notes[2].endswith(
         "also recorded: miou_oracle, token, protocol cutting_the_skip, epochs=2 | miou_oracle, "
         "token, protocol fast | miou_holdout, token, protocol ssl_bench"
