@@ -201,6 +201,8 @@ def test_each_column_shows_the_block_that_its_paper_reports(store):
         assert chosen_block("d", *cell, choice) == ((1,), 100.0)
     choices = [build_table(store, choice=one, shas="a").as_json() for one in (None, "holdout")]
     assert [one["layer_selection"] for one in choices] == ["oracle", "holdout"]
+    graying = build_table(store, "graying_exponent", "oracle").as_json()
+    assert "last" in graying["layer_selection"]
 
 
 def test_the_command_maps_rows_to_checkpoints(store, cli, cli_json):
