@@ -447,7 +447,7 @@ def _shrink(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             "data shrink needs a folder of images and a folder for the copies",
             hint=("ssl-bench", "data", "shrink", "{folder}", "--out", "{folder}"),
         )
-    root = expand_path(options.out)
+    root = Path(options.out)
     dataset = dataset_with_read_options(*_build_dataset("folder", options.target, overrides))
     images = dataset.images()
     assert isinstance(images, FileImageSet)
@@ -470,7 +470,7 @@ def _verify(options: argparse.Namespace) -> int:
             "data verify needs a folder", hint=("ssl-bench", "data", "verify", "{folder}")
         )
     root = expand_path(options.target)
-    manifest = expand_path(options.manifest) if options.manifest else root / MANIFEST
+    manifest = Path(options.manifest) if options.manifest else root / MANIFEST
     if options.update or not manifest.exists():
         count = write_manifest(root, manifest)
         print_message(

@@ -18,7 +18,7 @@ from ssl_bench.report.runs import find_recorded_runs
 from ssl_bench.report.writing import require_replaceable, write_report
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.files import expand_path, resolve_links
+from ssl_bench.system.files import resolve_links
 from ssl_bench.system.output import print_message
 from ssl_bench.system.process import pause_garbage_collection
 from ssl_bench.tables.run_logs import RunLog, read_run_logs
@@ -27,7 +27,7 @@ from ssl_bench.tables.run_logs import RunLog, read_run_logs
 def command(options: argparse.Namespace) -> int:
     """Write an HTML report of a results folder, and print the path of the report."""
     with open_store(options.out) as store:
-        folder = expand_path(options.into) if options.into else store.root / "report"
+        folder = Path(options.into) if options.into else store.root / "report"
         require_replaceable(folder)
         records = _load_records(options, store)
         logs = _read_logs(options, records, store)

@@ -222,9 +222,11 @@ def test_changed_missing_and_added_files_of_data_are_found(workplace, capsys):
 
     assert main(verify) == 3
 
-    assert json.loads(capsys.readouterr().out) == {
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
         "manifest": "list", "changed": ["0.png"], "missing": ["1.png"], "added": ["new.png"],
     }  # fmt: skip
+    assert "1 changed and 1 missing files (0.png, 1.png)" in err
 
 
 def test_a_task_that_does_not_fit_is_refused_before_others_run(tmp_path, capsys):

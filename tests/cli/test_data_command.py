@@ -115,8 +115,6 @@ def test_a_dataset_without_a_published_source_is_shown_and_checked(tmp_path, mon
     assert main(["data", "check", f"folder:{photos}"]) == 0
     expect_error(capsys, ["data", "download", "folder", "--data-root", str(photos)], 2)
     monkeypatch.undo()
-    for name in (f"folder:{photos}", "toy"):
-        expect_error(capsys, ["data", "check", name, "--data-root", str(photos)], 2)
     said = expect_error(capsys, ["data", "download", "cityscapes", "--data-root", str(photos)], 2)
     assert "https://www.cityscapes-dataset.com" in said
     said = expect_error(capsys, ["data", "check", "cityscapes", "--data-root", str(photos)], 3)

@@ -82,6 +82,11 @@ def test_only_the_device_of_the_last_run_counts(capsys):
     run_knn(5, seconds=10, device="cuda: fast")
 
     assert plan(capsys, *KNN)[0] == [pytest.approx(ALL)]
+    store = ResultStore(Path("results"))
+    for record in store.records():
+        if record.device == "cpu: slow":
+            store.save(replace(record, created="2027"), store.load_per_image(record))
+    assert plan(capsys, *KNN)[0] == [pytest.approx(6000 / 4 * ALL)]
 
 
 def test_finished_jobs_take_no_time_and_unknown_times_are_named(capsys):

@@ -68,6 +68,8 @@ MISSING_OR_CONFLICTING = [
     ("reproduce table2 --run", 2, "data.root=FOLDER"),
     ("probe --task tokencut probe.neighbours=[1]", 2, "--task knn,retrieval,tracking"),
     ("probe --task tokencut probe.image_size=32", 2, "probe.longer_side=VALUE"),
+    ("probe --task knn,pca --dataset folder --data-root photos", 2, "--dataset DATASET"),
+    ("probe --task knn --dataset folder --data-root photos", 3, "--dataset DATASET"),
     # Options that exclude each other or have no effect: nothing is recommended.
     ("probe --task pca --seed 3 seed=4", 2, ""),
     ("pretrain --batch-size 3 train.batch_size=4", 2, ""),

@@ -106,6 +106,8 @@ def test_each_bad_file_has_an_error_and_others_are_described(ours, tmp_path, cap
     assert all(name in line for name, line in zip(bad, err.splitlines(), strict=True))
     listed = json.loads(run_models(capsys, "--json", *bad, str(ours), code=4))
     assert ["error" in one for one in listed] == [True, True, True, False]
+    # The exit code is that of the first error.
+    assert main(["models", "a" * 999, bad[0]]) == 2
 
 
 def test_unknown_properties_of_modules_and_random_weights_are_stated(tmp_path, capsys):

@@ -183,3 +183,8 @@ def test_settings_are_equal_for_1_and_1_point_0(task):
                 continue
             settings = [json.dumps(one.settings(), sort_keys=True, default=list) for one in made]
             assert settings[0] == settings[1], item.name
+
+
+def test_a_long_list_is_shortened_in_an_error():
+    with pytest.raises(ConfigurationError, match=r"got \[0,.*,11,\.\.\.\]"):
+        require_type("key", int, list(range(20)))

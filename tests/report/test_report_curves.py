@@ -170,7 +170,7 @@ def test_curves_fill_the_drawing_and_missing_values_interrupt_them():
 
 
 def test_only_whole_epochs_have_ticks():
-    points = [point._replace(x=x) for point, x in zip(curve(1, 2, 3).points, (0, 0.5, 1))]
+    points = [point._replace(x=point.x / 2) for point in curve(1.0, 2.0, 3.0).points]
 
     chart = draw_chart([replace(curve(), points=points)], x_label="epoch")
 

@@ -142,6 +142,7 @@ def test_results_with_the_protocol_nearest_to_the_paper_are_shown(store):
 
     (chosen,) = table.entries.values()
     assert (chosen.value, chosen.records[0].protocol) == (75.0, "cutting_the_skip")
+    assert "learning rate chosen on the scored images" in table.notes[2]
     assert table.notes[2].endswith(
         "also recorded: miou_oracle, token, protocol cutting_the_skip, epochs=2 | miou_oracle, "
         "token, protocol fast | miou_holdout, token, protocol ssl_bench"
@@ -200,6 +201,8 @@ def test_each_column_shows_the_block_that_its_paper_reports(store):
         assert chosen_block("d", *cell, choice) == ((1,), 100.0)
     choices = [build_table(store, choice=one, shas="a").as_json() for one in (None, "holdout")]
     assert [one["layer_selection"] for one in choices] == ["oracle", "holdout"]
+    graying = build_table(store, "graying_exponent", "oracle").as_json()
+    assert "last" in graying["layer_selection"]
 
 
 def test_the_command_maps_rows_to_checkpoints(store, cli, cli_json):

@@ -280,6 +280,9 @@ def test_the_main_metric_of_each_task_is_a_column(store, cli):
     title = "encoders (%): tokencut, degenerate, block 0\n"
     assert cli(*PIVOT, "--metric", "degenerate").out.startswith(title)
     assert len(cli(*PIVOT, "--format", "csv").out.splitlines()) == 6
+    # A metric that is shown for one dataset is not among those that are left out.
+    save(store, "a", 0, hits(1, 0, 0), task="knn", dataset="voc2012", metric="top1_k10")
+    assert "not shown: degenerate, top5_k20." in cli(*PIVOT).err
 
 
 def test_the_best_block_is_chosen_among_the_requested_blocks(store, cli, cli_json):

@@ -182,6 +182,11 @@ def test_folders_without_a_log_and_wrong_options_are_refused(workdir, capsys, wo
     assert hint in expect_error(capsys, ["table", "--over-steps", *words], code)
 
 
+def test_a_run_in_the_current_folder_has_the_name_of_this_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_log(tmp_path / "mine", [{"step": 1, "loss": 1.0}]))
+    assert [log.name for log in read_run_logs(["."])] == ["mine"]
+
+
 def test_a_run_without_a_row_is_left_out_of_several(tmp_path, capsys):
     write_log(tmp_path / "runs/new", [])
     write_log(tmp_path / "runs/old", [{"step": 1, "lr": 0.5}])

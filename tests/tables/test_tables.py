@@ -298,6 +298,8 @@ def test_the_strides_of_blocks_are_shown_if_they_differ():
     cells = json.loads(render_tables([table], "json"))[0]["cells"]
     assert [one.get("stride") for one in cells] == [4, None, 8, None]
     assert "stride" in render_tables([table], "csv").splitlines()[0]
+    wide = [replace(one, architecture={"strides": [8, 16]}) for one in RECORDS[2:]]
+    assert [row.split(" | ")[1] for row in markdown_rows([*staged, *wide])[2:]] == ["4/8", "8/16"]
     plain = [replace(record, architecture={"strides": [4, 4]}) for record in staged]
     assert "stride" not in markdown_rows(plain)[0]
 
