@@ -149,9 +149,11 @@ def test_a_timm_folder_states_rows_and_columns(tmp_path, grid, place):
     if place == "model_args":
         config["model_args"]["img_size"] = size
     else:
-        config["pretrained_cfg"] = {"input_size": [3, *size]}
+        # A mean without a standard deviation does not state how images were normalised.
+        config["pretrained_cfg"] = {"input_size": [3, *size], "mean": 0.4}
     encoder = load_from_folder(tmp_path / "f", weights, **config)
     assert encoder.native_size == size
+    assert encoder.normalization_source.startswith("assumed")
     assert_same_weights(encoder.module.get_submodule("model"), weights)
 
 
