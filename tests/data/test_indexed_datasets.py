@@ -15,6 +15,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import ssl_bench
+from probes.features.training_images import require_labels
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
 from ssl_bench.data.files.readable import (
@@ -298,7 +299,7 @@ def test_an_unreadable_item_is_an_error_or_left_out(encoder, tmp_path):
         run(encoder, **inputs)
     assert error.value.hint == ("--on-bad-image", "skip")
     with pytest.raises(UnreadableImageError, match="OSError"):
-        _ = open_sets(val=BrokenItems(0, 4)).val().labels
+        require_labels(open_sets(val=BrokenItems(0, 4)).val())
     for _ in range(2):
         found = run(encoder, on_bad_image="skip", **inputs)
         assert {record.num_images for record in found} == {3}
