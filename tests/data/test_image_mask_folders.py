@@ -171,6 +171,12 @@ def test_a_mask_of_two_classes_may_hold_one_number_only(folders):
         save(folders, "masks/val/c.png", [[number] * 3] * 2)
         assert mask_of(ImageMaskFolders(folders, **NAMED)) == [[number] * 3] * 2
     save(folders, "masks/val/c.png", [[0, 255, 0]] * 2)
+    with pytest.raises(DataError) as caught:
+        ImageMaskFolders(folders, **NAMED).val()
+    first, _, second = " ".join(caught.value.hint).partition(" or ")
+    assert first == "dataset.numbers=[0,255] dataset.ignored=[]"
+    assert second == "dataset.ignored=[255]"
+    assert mask_of(ImageMaskFolders(folders, numbers=[0, 255], ignored=[], **NAMED))[0] == [0, 1, 0]
     assert mask_of(ImageMaskFolders(folders, numbers=[0, 7], **NAMED)) == [[0, 255, 0]] * 2
 
 
@@ -199,6 +205,7 @@ def test_an_image_without_its_mask_is_found_at_once(folders, lost):
 def test_contradicting_options_are_refused(folders):
     options: list[dict[str, Any]] = [
         *({"numbers": numbers} for numbers in ([1, 1], [0, 255], [0, 300])),
+        {"ignored": [300]},
         *({"colours": [ROAD]}, {"colours": [ROAD, SKY], "ignored_colours": [SKY]}),
         {"numbers": [1, 2], "reduce_zero": True},
     ]

@@ -15,6 +15,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import ssl_bench
+from probes.features.training_images import require_labels
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
 from ssl_bench.data.files.readable import (
@@ -297,6 +298,8 @@ def test_an_unreadable_item_is_an_error_or_left_out(encoder, tmp_path):
     with pytest.raises(UnreadableImageError, match="OSError") as error:
         run(encoder, **inputs)
     assert error.value.hint == ("--on-bad-image", "skip")
+    with pytest.raises(UnreadableImageError, match="OSError"):
+        require_labels(open_sets(val=BrokenItems(0, 4)).val())
     for _ in range(2):
         found = run(encoder, on_bad_image="skip", **inputs)
         assert {record.num_images for record in found} == {3}
@@ -316,6 +319,10 @@ def test_class_names_come_from_dataset_user_or_labels():
     assert named.val().class_names == ("x", "y", "z")
     plain = [(picture(number), number % 3) for number in range(3)]
     assert open_sets(train=plain[:2], val=plain).train().class_names == ("0", "1", "2")
+    train.classes = ("a", "b", "c")
+    with pytest.raises(DataError) as error:
+        open_sets(train=train, val=val).val()
+    assert error.value.hint == ("dataset.class_names=[a,b]",)
     last = select_images(open_sets(PythonDataset(class_names=["x", "y"]), val=val).val(), "z", [2])
     with pytest.raises(DataError, match="image 2 of val"):
         last[0]
@@ -339,6 +346,9 @@ def test_ignored_numbers_of_masks_are_no_classes():
     # Masks without any class, and masks that cannot be read, do not add classes.
     blank = [(picture(number), np.full((32, 40), number, np.uint8)) for number in (0, 7)]
     assert open_sets(options, val=blank).val().class_names == ("0",)
+    # Each number is one class.
+    nines = [(picture(0), np.full((32, 40), 9, np.uint8))]
+    assert open_sets(PythonDataset(numbers=[0, 9]), val=nines).val().class_names == ("0", "1")
     unreadable = WithoutNames(BrokenItems(0, 2, target=lambda _: Image.new("L", (40, 32))))
     assert open_sets(options, val=unreadable).val().class_names == ("0",)
 
@@ -355,8 +365,10 @@ def test_masks_of_0_and_255_need_a_meaning():
         uniform = Image.new("L", (40, 32), number)
         only = open_sets(PythonDataset(one_object=True), val=[(picture(0), uniform)]).val()[0].mask
         np.testing.assert_array_equal(only, np.asarray(uniform))
-    ignored = open_sets(PythonDataset(one_object=True, ignored=[255]), val=val).val()[0].mask
-    np.testing.assert_array_equal(ignored, stored(0))
+    # With more than two classes, 255 is not one of them.
+    for dataset in (PythonDataset(one_object=True, ignored=[255]), PythonDataset()):
+        ignored = open_sets(dataset, val=val).val()[0].mask
+        np.testing.assert_array_equal(ignored, stored(0))
     dataset = open_sets(PythonDataset(one_object=True, numbers=[0, 255]), val=val)
     assert dataset.supports == {"saliency", "images"}
     mask_of_first: Any = dataset.val()[0].mask

@@ -125,6 +125,13 @@ def test_numbers_of_a_config_are_finite_and_below_a_billion():
     assert [is_number(value) for value in numbers + others] == [True] * 4 + [False] * 8
 
 
+def test_a_sha256_may_have_capital_letters_and_a_mark_for_binary_files(saved):
+    sidecar = saved.with_name(f"{saved.name}.sha256")
+    digest, name = sidecar.read_text().split()
+    sidecar.write_text(f"{digest.upper()} *{name}\n")
+    assert load_encoder(str(saved)).sha256 == digest
+
+
 def test_errors_for_misspelt_files_name_the_similar_file(saved):
     saved.with_name("mine.pth").touch()
     for name, meant in ((f"a{saved.name}", saved.name), ("mime.pth", "mine.pth")):

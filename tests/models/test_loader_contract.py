@@ -151,7 +151,7 @@ def test_every_block_gives_finite_tokens_on_its_grid(uri):
         *(f"{scheme}:nothing/of this name" for scheme in SCHEMES),
         *(f"{prefix}{path}" for prefix in PREFIXES for path in MISSING),
         *("runs/*@300", "nothing/*", "my_model.py:nothing", "nothing.py:encoder"),
-        *("hf-hub:nothing/nothing@main", "local-dir:nothing@200"),
+        *("hf-hub:nothing/nothing@main", "local-dir:nothing@200", "timm:vit_tiny_patch16_224."),
     ],
 )
 def test_an_unknown_address_is_refused_in_one_line(uri, capsys):

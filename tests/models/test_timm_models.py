@@ -131,6 +131,9 @@ def test_facets_that_a_block_lacks_are_refused(kind, layer, facet):
     with pytest.raises((CheckpointError, ConfigurationError)) as raised:
         FeatureExtractor(encoder, layers=(layer,), facets=(facet,))(images())
     assert "\n" not in str(raised.value)
+    assert ("query" in str(raised.value)) == (facet == "query")
+    # Only the last block of this Swin has the width of the final norm.
+    assert facet != "token_normed" or raised.value.hint[:3] == ("--layer", "4", "or")
 
 
 @pytest.mark.parametrize(

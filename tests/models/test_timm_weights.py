@@ -149,9 +149,11 @@ def test_a_timm_folder_states_rows_and_columns(tmp_path, grid, place):
     if place == "model_args":
         config["model_args"]["img_size"] = size
     else:
-        config["pretrained_cfg"] = {"input_size": [3, *size]}
+        # A mean without a standard deviation does not state how images were normalised.
+        config["pretrained_cfg"] = {"input_size": [3, *size], "mean": 0.4}
     encoder = load_from_folder(tmp_path / "f", weights, **config)
     assert encoder.native_size == size
+    assert encoder.normalization_source.startswith("assumed")
     assert_same_weights(encoder.module.get_submodule("model"), weights)
 
 
@@ -162,6 +164,7 @@ OTHER_SIZE = "pos_embed is 1 x 785 x 64, expected 1 x 197 x 64"
     ("config", "problem"),
     [
         ({"model_args": {**SMALL, "img_size": 224}}, OTHER_SIZE),
+        ({"model_args": {**SMALL, "patch_size": 32}}, "16 x 16, expected 64 x 3 x 32 x 32"),
         ({"model_args": SMALL, "pretrained_cfg": {"input_size": [3, 224, 224]}}, OTHER_SIZE),
         ({"model_args": [1]}, "model_args=[1], expected an object"),
         ({"pretrained_cfg": {"input_size": [3, 224]}}, "expected [3, HEIGHT, WIDTH]"),

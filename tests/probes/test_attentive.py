@@ -1,7 +1,7 @@
 """Test attentive classification heads, which pool patch features with learned queries."""
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from probes.classification import LinearClassification
+from probes.classification import FixedPooling, LinearClassification
 from probes.features.tiers import StoredFeatures
 from probes.heads.attentive import LARS, AttentiveHeads, AttentivePooling, pool_tokens
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Score
 from ssl_bench.features import central_square
-from ssl_bench.models import Encoder
+from ssl_bench.models import Encoder, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
-from tests.support.coloured_classes import build_constant_encoder, run_probe, tiny
+from tests.support.coloured_classes import (
+    TINY,
+    build_constant_encoder,
+    run_probe,
+    select_train_images,
+    tiny,
+)
 from tests.support.colours import Counter
 from tests.support.photographs import silent
 
@@ -30,7 +36,11 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def scores(
-    root: Path, *, pool: AttentivePooling = QUICK, encoder: Encoder | None = None, **changes: Any
+    root: Path,
+    *,
+    pool: AttentivePooling | FixedPooling = QUICK,
+    encoder: Encoder | None = None,
+    **changes: Any,
 ) -> dict[tuple[int, str, str], Score]:
     probe = LinearClassification(pool=pool, **{"crop_share": 1.0, "num_workers": 1, **changes})
     return run_probe(probe, ClassFolders(root), encoder=encoder)
@@ -205,6 +215,26 @@ def test_patches_without_content_are_flagged(root):
 
     assert score.details["constant_features"]
     assert score.value < 50
+
+
+@pytest.mark.parametrize(("pool", "facet"), [(QUICK, FACET), (FixedPooling(), "cls")])
+def test_each_block_has_its_own_held_out_accuracy_and_flags(root, pool, facet):
+    model = build_vit(replace(TINY, skip_mlp=False), seed=0)
+    torch.nn.init.zeros_(model.get_parameter("blocks.2.mlp.fc2.weight"))
+    encoder = encoder_from_model(model, name="flat end")
+
+    found = scores(root, pool=pool, encoder=encoder, holdout=0.3)
+
+    first, last = (found[layer, facet, "top1_holdout"].details for layer in (0, 2))
+    assert (first["constant_features"], last["constant_features"]) == (False, True)
+    assert max(first["top1_by_rate_held_out"]) > 80 > max(last["top1_by_rate_held_out"])
+
+
+def test_classes_of_held_out_images_have_no_training_image(root):
+    probe = LinearClassification(pool=QUICK, crop_share=1.0, num_workers=1)
+    found = run_probe(probe, select_train_images(root, range(0, 30, 5)))
+    warnings = found[0, FACET, "top1_holdout"].details["warnings"]
+    assert "1 of 6 classes have no training image" in warnings
 
 
 def test_queries_that_do_not_divide_the_channels_are_refused(root):

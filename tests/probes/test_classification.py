@@ -164,7 +164,7 @@ def test_one_training_class_is_refused_and_missing_classes_are_counted(root):
         assert error.value.hint == ("probe.train_images={larger}",)
     # Classes of held-out images do not count, and no draw may have a single class.
     whole = TrainingDraw(torch.tensor([0, 2]), None, None)
-    part = TrainingDraw(torch.tensor([0, 1]), torch.tensor([2, 3]), None)
+    part = TrainingDraw(torch.tensor([0, 1]), torch.tensor([2, 3]), torch.arange(4))
     draws = TrainingDraws(ClassFolders(root).train(), (0, 1, 2, 3), {1: [whole], 2: [whole, part]})
     with pytest.raises(DataError, match="class4"):
         draws.require_two_classes(torch.tensor([4, 4, 0, 2]))

@@ -84,12 +84,7 @@ def load_timm(uri: str) -> Encoder:
         label = f"{name}@{Path(file).stem}"
         return _from_file(uri, name, expand_path(file), label=label, config={})
     if "." in name:
-        published, architecture = timm.get_pretrained_cfg(name), name.partition(".")[0]
-        if published is None or not (published.hf_hub_id or published.url):
-            raise CheckpointError(
-                f"timm publishes no weights for {name}. Load a weights file",
-                hint=("--checkpoint", f"timm:{architecture}@{{file}}"),
-            )
+        published: Any = timm.get_pretrained_cfg(name)
         hub = published.hf_hub_id
         path = fetch_hub_file(hub) if hub else download_file(str(published.url))
         return _from_file(uri, name, path, label=name, config={})
@@ -189,7 +184,7 @@ def _from_file(
 
 
 def _check_name(name: str) -> None:
-    architecture, _, tag = name.partition(".")
+    architecture, dot, tag = name.partition(".")
     if not timm.is_model(architecture):
         similar = get_close_matches(architecture, timm.list_models(), n=3)
         similar = similar or ["vit_small_patch16_224"]
@@ -200,7 +195,7 @@ def _check_name(name: str) -> None:
             ),
         )
     tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{architecture}.*")]
-    if tag and tag not in tags:
+    if dot and tag not in tags:
         raise CheckpointError(
             f"timm {timm.__version__} has no weights {tag!r} for {architecture}, "
             f"expected one of: {', '.join(tags) or 'none'}"
