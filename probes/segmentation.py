@@ -557,7 +557,7 @@ class SegmentationRun:
         """Predict the class of each pixel of one image with all heads.
 
         Also return the numbers of correct, predicted and true pixels of each class. `features`
-        contains the features of the image's windows by layer.
+        maps each layer to the features of the sliding windows of this image.
         """
         by_source = []
         for index, source in enumerate(heads.sources):

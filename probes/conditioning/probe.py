@@ -308,7 +308,7 @@ class Conditioning(Probe):
         for score in finished:
             if np.isnan(score.value) and score.details["undefined"] == EQUAL_TOKENS:
                 context.say(
-                    f"conditioning: block {score.layer}: {score.metric} of {score.facet} is "
+                    f"the score {score.metric} of {score.facet} in block {score.layer} is "
                     f"undefined, because {EQUAL_TOKENS}"
                 )
         for cell, reason in reasons.items():

@@ -169,10 +169,10 @@ class ImageCounts:
     """Numbers of correct, predicted and true pixels of each class and image, for many heads.
 
     A head predicts few classes in an image, so only predicted classes are stored. Each predicted
-    class takes four numbers: the index of the image, the index head * classes + class, the number
-    of correct pixels, and the number of predicted pixels. The counts of true pixels do not depend
-    on the head and are stored once. An image has fewer than 2^31 pixels, so int32 is sufficient for
-    its counts. Sums over images are int64.
+    class takes four numbers: the index of the image, the index (head * classes + class) of the head
+    and class, the number of correct pixels, and the number of predicted pixels. The counts of true
+    pixels do not depend on the head and are stored once. An image has fewer than 2^31 pixels, so
+    int32 is sufficient for its counts. Sums over images are int64.
 
     Attributes:
         total: Numbers of correct, predicted and true pixels of each class, summed over all images.

@@ -178,15 +178,16 @@ class TimmConfig(EncoderConfig):
             )
         if self.graying_class_blocks and not family.class_blocks:
             raise ConfigurationError(
-                f"only CaiT has model.graying_class_blocks, got true for {self.name}",
+                f"{self.name} has no class blocks: expected a CaiT for "
+                "model.graying_class_blocks=true",
                 hint=("model.graying_class_blocks=false",),
             )
         every = {**INITIALISERS, **FILTER_INITIALISERS}
         make_initialiser({n: every[n] for n in family.inits}, self.init, self.init_options)
         if self.frozen_filters and "covariance" not in family.inits:
             raise ConfigurationError(
-                "model.frozen_filters needs the depthwise filters of a ConvNeXt, got true for "
-                f"{self.name}",
+                f"{self.name} has no depthwise filters to freeze: expected a ConvNeXt for "
+                "model.frozen_filters=true",
                 hint=("model.frozen_filters=false",),
             )
 

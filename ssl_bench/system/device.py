@@ -55,8 +55,9 @@ def choose_device(name: str | None) -> torch.device:
         # Each process needs its own GPU, because all of them would otherwise use the first GPU.
         if process.local_rank is None:
             raise ConfigurationError(
-                "environment variable LOCAL_RANK is not set, expected the number of this process's "
-                f"GPU because WORLD_SIZE is {process.world_size}. Start the processes with torchrun"
+                f"a run of {process.world_size} processes (WORLD_SIZE) needs the environment "
+                "variable LOCAL_RANK, the number of this process's GPU. Start the processes with "
+                "torchrun"
             )
         name = f"cuda:{process.local_rank}"
     device = _require_usable(name)

@@ -141,7 +141,7 @@ def weights(name: str) -> Prepare:
 
 
 def foreign_weights(network: str, tensor: str) -> Fault:
-    words = (network, "timm's name of its architecture")
+    words = (network, "timm")
     return Fault(network, weights(tensor), "models weights.pth", 4, words, "ssl-bench models")
 
 

@@ -523,8 +523,8 @@ def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette:
     if moved and (has_voc_palette or 255 in meanings.values()):
         number = moved[0]
         raise DataError(
-            f"{name} stores {number} for the colour {palette[number].tolist()}, which is "
-            f"{meanings[number]} in VOC's palette. A tool has changed the order of the palette. "
+            f"{name} stores {number} for the colour {palette[number].tolist()}, expected "
+            f"{meanings[number]} as in VOC's palette. A tool has changed the order of the palette. "
             "Use the masks as published"
         )
 

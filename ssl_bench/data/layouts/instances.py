@@ -286,7 +286,9 @@ def read_ground_truth(file: Path) -> dict[str, Any]:
         if len({*database, *queries}) < len(database) + len(queries):
             raise ValueError("an image occurs twice in imlist and qimlist")
         if len(content["gnd"]) != len(queries):
-            raise ValueError(f"gnd has {len(content['gnd'])} entries for {len(queries)} queries")
+            raise ValueError(
+                f"the list gnd has {len(content['gnd'])} entries for {len(queries)} queries"
+            )
         truth = [
             {key: _parse_indices(one[key], len(database)) for key in ("easy", "hard", "junk")}
             for one in content["gnd"]

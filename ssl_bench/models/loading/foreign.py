@@ -306,7 +306,7 @@ def _check_required(
         shapes = (f"{name} {tuple(weights[name].shape)}" for name in _REQUIRED)
         raise CheckpointError(
             f"{path} is not a {layout.name} Vision Transformer: expected a width that is a "
-            f"multiple of {head_dim}, got {', '.join(shapes)}. If this is an architecture of "
-            "timm, load the file with timm's name of the architecture",
+            f"multiple of {head_dim}, got {', '.join(shapes)}. If timm has this "
+            "architecture, load the file under the name that timm uses for it",
             hint=timm_hint(path),
         )

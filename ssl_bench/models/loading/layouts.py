@@ -260,7 +260,7 @@ _UNSUPPORTED_VIT = (
 # timm's names of model sizes, by width.
 _SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
 _USUAL_PATCH = 16
-_TIMM_ADVICE = "load the file with timm's name of its architecture"
+_TIMM_ADVICE = "load the file under the name that timm uses for it"
 _BLOCKS_ADVICE = PYTHON_ADVICE + ", with Encoder.from_module(model, blocks={!r})"
 # Networks that are not plain ViTs. Each entry consists of a pattern for the names of tensors, a
 # description, and advice.

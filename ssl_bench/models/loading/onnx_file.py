@@ -84,9 +84,9 @@ def _read_graph(
         if not (len(whole) == 1 or (len(whole) == 2 and whole[0].shape[1] == 1)):
             shapes = ", ".join(str(half.shape) for half in halves) or "none"
             raise CheckpointError(
-                f"{path}: expected the positions of [CLS] and of the patches among the constants "
-                f"of {scope}, found {shapes}. Export the model without constant folding, or load "
-                "its .safetensors"
+                f"{path}: expected the position embeddings of [CLS] and of the patches as "
+                f"constants of {scope}, found constants of the shapes {shapes}. Export "
+                "the model without constant folding, or load its .safetensors"
             )
         weights[f"{prefix}{_POSITIONS}"] = np.concatenate(whole, axis=1)
     model_spec = ModelSpec(
