@@ -47,7 +47,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def no_running_processes() -> Iterator[None]:
-    """Fail each test that does not stop its child processes."""
+    """Fail if a test leaves child processes running."""
     yield
     # pytest cannot exit while child processes run.
     children = active_children()
@@ -106,7 +106,7 @@ def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the empty folder in which file hashes are cached."""
+    """Return an empty folder that is used as the cache for file hashes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Cache hashes even of files that changed less than two seconds ago.
     monkeypatch.setattr(fingerprints, "RACY_NS", 0)

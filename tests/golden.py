@@ -1,4 +1,4 @@
-"""Check that a change of the code does not change any computed number.
+"""Check that an edit of the code does not change any score.
 
     python -m tests.golden write FILE       # takes minutes on one core
     python -m tests.golden compare FILE     # prints each value that differs, and exits with 1

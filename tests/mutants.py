@@ -51,7 +51,7 @@ class Mutant:
     tests: list[str]
 
     def plant(self, tree: Path) -> bool:
-        """Replace the text `old` in the file, and return whether the file contained this text."""
+        """Replace the text `old` in a file. Return whether the file contained this text."""
         path = tree / self.file
         # The file is a hard link, so writing to it would change the other copies.
         text = path.read_text()
@@ -81,7 +81,7 @@ class FirstFailure:
 
 
 def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None:
-    """Run tests, and send the exit code and the first failed test through a pipe."""
+    """Run tests. Send the exit code and the name of the first failed test through a pipe."""
     os.setsid()
     os.chdir(tree)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -99,7 +99,7 @@ def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None
 
 
 def find_failure(tree: Path, tests: Sequence[str]) -> str:
-    """Run tests in a new process, and return the first failure, or "" if all tests pass."""
+    """Run tests in a new process. Return the first failed test, or "" if all tests pass."""
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=run_pytest, args=(tree, tests, sender))
     process.start()
@@ -124,7 +124,7 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def check_mutant(mutant: Mutant, original: Path, passing: set[str]) -> str:
-    """Check whether the tests find a bug, and return the answer as a text."""
+    """Return a text that states whether the tests find a bug."""
     tree = original.with_name(mutant.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
     try:
@@ -144,7 +144,7 @@ def check_mutant(mutant: Mutant, original: Path, passing: set[str]) -> str:
 
 
 def check_mutants(mutants: Sequence[Mutant], original: Path) -> None:
-    """Check all bugs, and exit with 1 if the tests miss a bug."""
+    """Add each bug in turn and run the tests. Exit with 1 if the tests miss a bug."""
     passing: set[str] = set()
     results = []
     for mutant in mutants:

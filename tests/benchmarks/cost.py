@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.cost --data-root DIR
 
-DIR contains photographs in the layout of VOC2012. Probes that need other annotations use a
-generated dataset. Each probe runs in a separate process with one thread and at most 20 images. The
-start-up time is measured with `--dry-run` and subtracted. Forward passes of untrained ViTs are also
-timed. The measurements are saved in results/benchmarks/cost-cpu.json.
+DIR contains photographs in the layout of VOC2012. If a probe cannot use VOC2012, the program
+generates toy images. Each probe runs in a separate process with one thread and at most 20 images.
+The start-up time is measured with `--dry-run` and subtracted. The program also measures the forward
+pass of untrained ViTs. The measurements are saved in results/benchmarks/cost-cpu.json.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def measure(words: Sequence[str]) -> tuple[float, float]:
 
 
 def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
-    """Return the run time and memory of a probe on VOC2012, or on toy images as a fallback."""
+    """Measure the run time and peak memory of a probe."""
     for dataset in ("voc2012", *(name for name in choices("dataset") if name.startswith("toy"))):
         words = ["probe", "--task", task, "--checkpoint", "demo:skip", "--dataset", dataset]
         words += ["--limit", str(limit), "--device", "cpu"]
@@ -76,7 +76,7 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
 
 
 def measure_encoders() -> dict[str, float]:
-    """Return how many seconds several ViTs need per image on one CPU thread."""
+    """Measure how many seconds each ViT takes per image on one CPU thread."""
     torch.set_num_threads(1)
     seconds = {}
     for name, dim, heads in (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12)):
@@ -98,7 +98,7 @@ def read_measurements() -> dict[str, Any]:
 
 
 def probe_page(root: Path, task: str) -> str:
-    """Return the page docs/probes/TASK.md with updated run times and memory."""
+    """Return the text of docs/probes/TASK.md with new run times and memory use."""
     page = (root / f"docs/probes/{task}.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## Cost\n")
     measured = read_measurements()
@@ -118,7 +118,7 @@ covers other encoders and GPUs.
 
 
 def overview(root: Path) -> str:
-    """Return the page docs/how_to/estimate.md with updated measurements."""
+    """Return the text of docs/how_to/estimate.md with new measurements."""
     page = (root / "docs/how_to/estimate.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## On one CPU core\n")
     measured = read_measurements()

@@ -2,9 +2,8 @@
 
     python -m tests.benchmarks.generated [--write | --list]
 
-The command generates each file again and lists the files that have changed. With `--write`, the
-command replaces outdated files. `--list` shows which files are checked, and why other files are
-not checked.
+The command generates each file again and lists the outdated files. With `--write`, the command
+replaces outdated files. `--list` shows which files are checked and why others are not checked.
 """
 
 import argparse
@@ -49,7 +48,7 @@ def _evidence_figure(experiment: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str) -> Generator:
-    """Return a function that generates a file with the program docs/NAME."""
+    """Return a function that generates a file by running a script in docs."""
     return lambda root: runpy.run_path(str(root / "docs" / name))[function]()
 
 

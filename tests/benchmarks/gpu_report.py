@@ -4,9 +4,9 @@ Run `make gpu-report`, `make gpu-report ONLY=heads` or this command:
 
     python -m tests.benchmarks.gpu_report [--out results/devices] [--only training,heads]
 
-Each section runs in a separate process, so that a crash ends only this section. Each measurement or
-error is saved immediately. The results are written to `results/devices/GPU.json` and to a page in
-the same folder. Without a GPU, tiny inputs are used to test the program. The program needs no
+Each section runs in a separate process, so a crash does not affect other sections. Each measurement
+or error is saved immediately. The results are written to `results/devices/GPU.json` and to a page
+in the same folder. Without a GPU, tiny inputs are used to test the program. The program needs no
 network and no dataset.
 """
 
@@ -85,7 +85,7 @@ def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> 
 
 
 def kernels(work: Callable[[], Any], count: int) -> list[list[Any]]:
-    """Return the time (ms), number of launches and name of the slowest kernels."""
+    """List the slowest kernels with their time (ms), number of launches and name."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
         work()
@@ -116,7 +116,7 @@ def environment() -> None:
 
 
 def operations() -> None:
-    """Measure single operations, such as a k-NN search."""
+    """Measure the speed of single operations, such as a k-NN search."""
     from pretrain.optimizers import soap
     from ssl_bench.models.graying import gray_by_cholesky, gray_by_svd
     from ssl_bench.neighbours import nearest_vectors
@@ -155,7 +155,7 @@ def operations() -> None:
 
 
 def training(timed: int = 40) -> None:
-    """Measure DINO training steps with several models, optimizers and batch sizes."""
+    """Measure the speed of DINO training with several models, optimizers and batch sizes."""
     from pretrain.distributed import TrainingRanks
     from pretrain.objectives.dino import Dino
     from pretrain.optimizers.recipes import AdamW, Soap
@@ -235,7 +235,7 @@ def extraction() -> None:
 
 
 def heads() -> None:
-    """Measure a training step of 96 linear heads."""
+    """Measure the duration of one training step for 96 linear heads."""
     from probes.heads.losses import HistogramLoss, UpsampledLoss
     from probes.heads.sgd import LinearHeads, Standardization, update_heads
     from probes.segmentation import Segmentation
@@ -295,7 +295,7 @@ def commands() -> None:
 
 
 def run_command(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
-    """Run a Python module for at most `seconds` and return its exit code and output."""
+    """Run a Python module for at most `seconds`. Return the exit code and the output."""
     with tempfile.TemporaryFile("w+") as output:
         try:
             code: int | str = subprocess.run(

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.half_precision --data DIR --encoder NAME=URI [--encoder NAME=URI]
 
 Each probe runs three times on the same images with the same seed. DIR contains the datasets that
-`RUNS` lists. Results that are already in `--out` are not computed again. The measurements are
-written to results/benchmarks/half_precision-cpu.json and results/tables/half_precision.md.
+the constant `RUNS` lists. Results that are already in `--out` are not computed again. The program
+writes results/benchmarks/half_precision-cpu.json and results/tables/half_precision.md.
 """
 
 import argparse

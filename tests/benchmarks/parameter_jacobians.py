@@ -1,4 +1,4 @@
-r"""Compute equations 5, 8 and 9 and figure 5 of the paper "Cutting the Skip".
+r"""Reproduce equations 5, 8 and 9 and figure 5 of the paper "Cutting the Skip".
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.parameter_jacobians \
         --json results/benchmarks/parameter_jacobians-cpu.json
@@ -64,7 +64,7 @@ def condition_number(matrix: Float64[Tensor, "rows cols"], rank: int) -> float:
 
 
 def simulated(alpha: float, beta: float, seed: int) -> float:
-    """Return the condition number of softmax(alpha Z + beta I), with random 10 x 10 logits Z."""
+    """Return the condition number of softmax(alpha Z + beta I) for a random 10 x 10 matrix Z."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.empty(10, 10, dtype=torch.float64)
     # Truncated at two standard deviations.

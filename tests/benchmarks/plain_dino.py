@@ -1,9 +1,9 @@
 """A plain reimplementation of the official DINO training step, used as a baseline for speed.
 
-The training step runs eagerly. Attention is computed with explicit matrix products. Each pair of
-views has a separate loss term. Clipping, moving averages and AdamW process one tensor at a time.
-The CPU waits for the loss and for each gradient norm. On a GPU, the training step uses float16 with
-a gradient scaler.
+The training step is not compiled. Attention is computed with explicit matrix products. Each pair of
+views has a separate loss term. Gradient clipping, the teacher update and AdamW process a single
+tensor at a time. The CPU waits for the loss and for each gradient norm. On a GPU, the training step
+uses float16 with a gradient scaler.
 
 Source: main_dino.py, utils.py and vision_transformer.py of
 https://github.com/facebookresearch/dino/tree/7c446df5b9f45747937fb0d72314eb9f7b66930a
@@ -26,7 +26,7 @@ from ssl_bench.models.vit import Attention, Block
 
 
 class PlainDino:
-    """DINO training as in the official code, with the initial weights of a `DinoLearner`."""
+    """Train DINO as the official code does. The initial weights come from a `DinoLearner`."""
 
     def __init__(self, learner: DinoLearner, device: torch.device, *, fused_attention: bool):
         self.options: Dino = learner.options

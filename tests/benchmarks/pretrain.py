@@ -4,13 +4,12 @@
     python -m tests.benchmarks.pretrain --device cuda --json pretrain.json
 
 On a GPU, the default is a ViT-S/16 with batch size 256 and 65,536 prototypes. Images are cropped
-before the measurement. Our training step includes the augmentation of 8-bit crops on the device.
-The official training step receives augmented crops, because the official code augments images in
-data workers.
+before the measurement. Our training step also augments the 8-bit crops on the device. The official
+training step receives augmented crops, because the official code augments images in data workers.
 
-The training loops alternate every ten steps, so that other load on the machine affects all of them.
-SOAP computes its eigenvectors once in ten steps. Without a GPU, CPU time is measured, and one
-thread should be used.
+The training loops take turns of ten steps, so that other processes slow all of them down equally.
+SOAP computes its eigenvectors every ten steps. Without a GPU, the program measures CPU time and
+should run with one thread.
 """
 
 import argparse
@@ -68,7 +67,7 @@ class Setting:
         return self.objective.build(self.model, TIMELINE, seed=0)
 
     def groups(self) -> Any:
-        """Return crops of random images in the form that data workers return."""
+        """Return crops of random images, as the workers of a data loader do."""
         crops, generator = self.objective.crops, np.random.default_rng(0)
         pictures = generator.integers(0, 256, (self.batch, 8, 10, 3), dtype=np.uint8)
         samples = [
@@ -102,7 +101,7 @@ class Candidate:
     step_ms: list[float] = field(default_factory=list)  # The mean of each turn.
 
     def run(self, steps: int) -> float:
-        """Take `steps` training steps and return the mean milliseconds per step."""
+        """Run `steps` training steps and return the mean time per step in milliseconds."""
 
         def work() -> None:
             for _ in range(steps):
@@ -148,7 +147,7 @@ def build_plain_candidate(
 
 
 def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
-    """Measure all training loops and return one table row per loop."""
+    """Measure each training loop and return one table row per loop."""
     groups = setting.groups()
     adamw, trainer = build_suite_candidate(setting, AdamW(), groups)
     soap, _ = build_suite_candidate(setting, SOAP_RECIPE, groups)
@@ -196,7 +195,7 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
 def measured_head(
     name: str, batch: int, *, device: torch.device, out_dim: int, num_views: int = 10
 ) -> tuple[float, float]:
-    """Return the peak memory (MiB) and time (ms) of a forward and backward pass of DINO's head."""
+    """Measure the peak memory (MiB) and time (ms) of DINO's head in a forward and backward pass."""
     config = ViTConfig(image_size=8, patch_size=8, dim=384, depth=1)
     learner = Dino(out_dim=out_dim).build(config, TIMELINE, seed=0)
     learner.student.backbone = learner.teacher.backbone = nn.Flatten(1)

@@ -1,4 +1,4 @@
-"""Describe how a benchmark was run, and print its tables."""
+"""Describe how a benchmark was run, and print tables."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from ssl_bench.system.process import source_commit
 
 
 def provenance() -> str:
-    """Return the date, hardware, torch version, commit and command of a benchmark as text."""
+    """Return a text with the date, hardware, torch version, commit and command of a benchmark."""
     parts = Path(sys.argv[0]).with_suffix("").parts
     below = parts[parts.index("benchmarks") + 1 :] if "benchmarks" in parts else parts[-1:]
     module = ".".join(["tests.benchmarks", *below]).removesuffix(".__main__")

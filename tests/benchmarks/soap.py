@@ -42,7 +42,7 @@ class OpCounter(TorchDispatchMode):
 
 
 class Candidate:
-    """A model and an optimizer whose steps are timed."""
+    """A model with an optimizer. The steps of the optimizer are timed."""
 
     def __init__(self, build: Build, config: ViTConfig, device: torch.device) -> None:
         self.device = device

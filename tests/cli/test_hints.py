@@ -1,6 +1,6 @@
-"""Test that commands accept the arguments that error messages recommend.
+"""Test that the arguments recommended by error messages are valid.
 
-A hint is a tuple of recommended arguments in the source code, such as ("--out", "{folder}").
+In the source code, a hint is a tuple of recommended arguments such as ("--out", "{folder}").
 """
 
 import argparse
@@ -141,7 +141,7 @@ def read_word(node: ast.expr) -> str:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Replace each placeholder in the arguments of a command by an example value."""
+    """Replace each placeholder in a command by an example value."""
     completed = list[str]()
     for word in words:
         if word.startswith("<*"):

@@ -1,4 +1,4 @@
-"""Test the error messages for wrong commands."""
+"""Test the error messages for commands with wrong arguments."""
 
 import argparse
 import re
@@ -135,7 +135,7 @@ QUICK = REQUIRED | {"sweep": ("--task", "pca")}
 
 @pytest.fixture
 def parsed(monkeypatch) -> list[Any]:
-    """Return the inputs of each command that a test starts instead of running it."""
+    """Record the inputs of each command instead of running the command."""
     started: list[Any] = []
     command = SimpleNamespace(command=lambda *inputs: started.append(inputs) or 0)
     monkeypatch.setattr("ssl_bench.cli.parser.import_module", lambda _: command)

@@ -1,4 +1,4 @@
-"""Test the commands on the user's own photographs."""
+"""Test commands on a folder of photographs."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """Test that `ssl-bench reproduce --run` fills in a published table.
 
-Training for all tables would take GPU-years, so the test saves made-up weights and scores.
+Training for all tables would take years of GPU time. The test saves made-up scores instead.
 """
 
 import json

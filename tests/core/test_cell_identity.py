@@ -1,4 +1,4 @@
-"""Test when two results of a probe are treated as different."""
+"""Test which settings make two results of a probe distinct."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Test the mutation testing in tests/mutants.py."""
+"""Test the mutation testing program tests/mutants.py."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Test how the progress of a command is shown."""
+"""Test the progress messages of a command."""
 
 import io
 import os

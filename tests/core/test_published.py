@@ -1,4 +1,4 @@
-"""Test the stored values from published papers."""
+"""Test the scores that were copied from published papers."""
 
 import os
 import re

@@ -362,7 +362,7 @@ def _with_fewer_tokens() -> nn.Module:
 
 
 def _without_any_size() -> nn.Module:
-    """Return a module that states images of 6 x 6 patches, but accepts no images."""
+    """Return a module that fails on images of every size."""
     module = own_module.Own()
     module.img_size, module.positions = 48, nn.Parameter(torch.zeros(1, 18, 16))
     return module

@@ -1,4 +1,4 @@
-"""Test that a built wheel is complete."""
+"""Test that a built wheel contains all files."""
 
 import shutil
 import subprocess

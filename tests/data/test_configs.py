@@ -146,7 +146,7 @@ OTHERS = {"hf", "webdataset"}
 
 
 def options_of_splits(name: str) -> dict[str, str]:
-    """Return the options that select splits, with their default values."""
+    """Return the values of all dataset options whose names end in "_split"."""
     dataset = dataset_of_config(name, None)
     names = sorted(one.name for one in fields(dataset) if one.name.endswith("_split"))
     return {one: getattr(dataset, one) or one.removesuffix("_split") for one in names}

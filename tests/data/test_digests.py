@@ -1,4 +1,4 @@
-"""Test that weights are checked against the SHA-256 digest in a separate file."""
+"""Test that a weights file is compared with its stored SHA-256 digest."""
 
 from unittest.mock import Mock
 

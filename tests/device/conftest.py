@@ -1,7 +1,4 @@
-"""Define the fixtures for tests that run on a device.
-
-Type and shape checks are disabled here, because the tests on the CPU already check shapes.
-"""
+"""Define fixtures for the tests that need a GPU or a simulated GPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,5 +17,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors")
+    # The tests on the CPU already check types and shapes.
     with unchecked_types():
         yield tmp_path

@@ -1,4 +1,4 @@
-"""Define small probing and pretraining runs for tests on a device."""
+"""Define small probing and pretraining runs for GPU tests."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test the pretraining of every objective and architecture on an accelerator."""
+"""Test pretraining on a GPU with every objective and architecture."""
 
 import shutil
 

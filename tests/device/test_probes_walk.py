@@ -1,4 +1,4 @@
-"""Test that probes give the same scores on an accelerator as on the CPU."""
+"""Test that probes give the same scores on a GPU as on the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Test copies of tensors between the CPU and a device."""
+"""Test copies of tensors between the CPU and a GPU."""
 
 import pytest
 import torch

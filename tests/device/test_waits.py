@@ -1,7 +1,7 @@
 """Test how often the CPU waits for the GPU.
 
-Each test compares two commands that differ only in the amount of work. On a real GPU, the tests
-only check that the commands run.
+Each test runs a short and a long command and compares how often the CPU waits. On a real GPU, the
+tests only check that the commands run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -115,7 +115,7 @@ UNITS = {
 
 @contextmanager
 def count_steps() -> Iterator[list[int]]:
-    """Count how often L-BFGS evaluates its objective."""
+    """Count how often L-BFGS evaluates the loss."""
     # The number of steps depends on rounding.
     steps = []
     original = logistic.minimise

@@ -1,4 +1,4 @@
-"""Test how training results decide whether a claim of a paper is supported."""
+"""Test the rules that decide whether training results support a claim."""
 
 import base64
 from itertools import cycle

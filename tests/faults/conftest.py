@@ -1,4 +1,4 @@
-"""Fixtures for the tests of faulty inputs and interrupted runs."""
+"""Define fixtures for the tests of faulty inputs and interrupted runs."""
 
 import shutil
 from pathlib import Path

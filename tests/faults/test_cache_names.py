@@ -1,4 +1,4 @@
-"""Test that cached files and records are reused only for the same settings and data.
+"""Test that cached files are reused only for the same settings and data.
 
 Most functions in this file return the name of a cached file. The argument `facts` contains probe
 settings and properties of the dataset.
@@ -34,7 +34,7 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """A change of settings that must change the name of a cached file."""
+    """New settings that must lead to a new name of the cached file."""
 
     changed: Facts
     # Facts that are set both before and after the change.

@@ -1,4 +1,4 @@
-"""Test that commands report problems of their environment, such as too little memory.
+"""Test that commands report problems of the machine, such as too little memory.
 
 Faulty arguments are tested in `test_fault_table`.
 """

@@ -1,4 +1,4 @@
-"""Test that commands hidden in names and texts are never executed."""
+"""Test that code in names and texts is never executed."""
 
 import json
 import re

@@ -203,7 +203,7 @@ def test_a_file_that_contains_no_weights_is_recognised(tmp_path, name, content, 
 
 
 class Call:
-    """Value that calls a function when it is unpickled."""
+    """An object that calls a function when it is unpickled."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self.function = function

@@ -264,7 +264,7 @@ def test_non_finite_or_huge_tokens_affect_only_their_image(basis, value):
 
 
 class LargestTensor(TorchDispatchMode):
-    """A mode that records the size of the largest computed tensor."""
+    """A `TorchDispatchMode` that records the size of the largest tensor."""
 
     most = 0
 

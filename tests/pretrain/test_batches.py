@@ -1,4 +1,4 @@
-"""Test that each training step gets the right crops."""
+"""Test that each training step uses the correct image crops."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Test the string-copying task."""
+"""Test training on the task of copying a random string."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test the validation scores that a training run measures after chosen epochs."""
+"""Test the validation scores that are measured during training."""
 
 import json
 import math

@@ -1,7 +1,7 @@
-"""Test the behaviour that the suite expects of every training objective.
+"""Test the requirements for every training objective.
 
 The example objective in docs/extending.md is also tested. New objectives are tested without any
-change to this file. Each objective must either train an encoder or refuse it with an error.
+change to this file. An objective must raise an error for every encoder that it cannot train.
 """
 
 import math
@@ -195,7 +195,7 @@ def test_no_two_weights_share_their_random_numbers(name, kind):
 
 
 def largest_rank_correlation(one: Tensor, other: Tensor) -> float:
-    """Return the largest rank correlation of a short tensor with any part of a longer tensor."""
+    """Return the highest rank correlation of a short tensor with any segment of a long tensor."""
     short, long = sorted((one.flatten(), other.flatten()), key=len)
     ranks = [values.argsort().argsort().float() for values in (short[:600], long)]
     short, long = ((values - values.mean()) / values.std() for values in ranks)

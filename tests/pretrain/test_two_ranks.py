@@ -1,6 +1,6 @@
-"""Test that distributed training in two processes gives the same result as in one process.
+"""Test that training in two processes gives the same result as training in one process.
 
-If one process fails, both processes must save the run.
+If one process fails, the training run must still save a checkpoint.
 """
 
 import json

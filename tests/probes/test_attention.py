@@ -125,7 +125,7 @@ def test_scale_bias_mask_and_shared_keys_work_as_in_torch():
 
 
 class TwoBlocks(nn.Module):
-    """A ViT with two blocks and the attention function `mix`."""
+    """A ViT with two blocks. The function `mix` computes the attention."""
 
     def __init__(self, mix: Any) -> None:
         super().__init__()

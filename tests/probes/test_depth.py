@@ -53,7 +53,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def upsample(values: np.ndarray) -> np.ndarray:
-    """Enlarge each side of a square array to four times its length by bilinear interpolation."""
+    """Upsample a square array by a factor of 4 with bilinear interpolation."""
     for _ in range(2):
         size = len(values)
         places = np.clip((np.arange(4 * size) + 0.5) / 4 - 0.5, 0, size - 1)

@@ -1,4 +1,4 @@
-"""Test the computation of the second eigenvector of a graph."""
+"""Test the eigensolver that TokenCut uses."""
 
 import itertools
 from collections import Counter
@@ -174,7 +174,7 @@ def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
 # BLAS is several times slower with more than one thread for a matrix of this size.
 @threadpool_limits.wrap(1, user_api="blas")
 def compare_with_dense_solutions(images, *, min_unique: int) -> None:
-    """Compare our eigenvectors with eigenvectors that scipy computes."""
+    """Check that our eigensolver and scipy compute the same eigenvectors."""
     numbers = Counter()
     for skip, image in itertools.product((True, False), images):
         config = ViTConfig(

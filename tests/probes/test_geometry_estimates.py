@@ -91,7 +91,7 @@ def radio_rank(values, eps=1e-7):
 
 
 def compute_lidar_eigenvalues(views, *, delta, divisor, delta_of_product):
-    """Compute the eigenvalues for the LiDAR metric with a matrix square root."""
+    """Compute the eigenvalues of the LiDAR metric from a matrix square root."""
     means = views.mean(1)
     away = means - means.mean(0)
     between = away.T @ away / (len(views) - 1)

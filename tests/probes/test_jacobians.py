@@ -33,7 +33,7 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a ViT block with scaled query and key weights."""
+    """Multiply the query and key weights of a ViT block by `sharpness` and run the block."""
     block = build_vit(config, seed=0).double().eval().requires_grad_(False).blocks[0]
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
     x = normal(tokens, config.dim, seed=1) if x is None else x
@@ -63,7 +63,7 @@ def test_jacobians_agree_with_finite_differences(config):
 
 
 def compute_jacobian_terms(one):
-    """Compute the Jacobian of an attention layer as a sum of two terms."""
+    """Compute the two terms whose sum is the Jacobian of an attention layer."""
     # Equation 10 of "Cutting the Skip". As there, matrices are flattened column by column.
     block, x = one.block, one.block.norm1(one.input)
     tokens, dim = x.shape

@@ -111,7 +111,7 @@ def test_intervals_that_exclude_their_value_are_dropped_with_a_message(run_probe
 
 @dataclass(frozen=True)
 class Hits(Brightness):
-    """A user-defined probe that returns a hit or a miss for each image."""
+    """A user-defined probe that scores each image as right or wrong."""
 
     metric: str = "accuracy"
 

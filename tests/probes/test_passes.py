@@ -202,7 +202,7 @@ def test_only_features_used_since_the_last_corruption_are_kept(encoder):
 
 
 class PassCounter:
-    """A counter of how often each image is encoded."""
+    """Count how often an encoder processes each image."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_task: dict[str, collections.Counter[bytes]] = {}
@@ -276,7 +276,7 @@ MASK_TASKS = {
 def run_mask_tasks(
     out: Path, *tasks: str, checkpoints: Sequence[str] = ("encoder.safetensors",)
 ) -> tuple[dict[str, Any], int]:
-    """Run several probes together and count the encoded images."""
+    """Run several probes together. Return their scores and the number of encoded images."""
     words = [*FEW, "probe.image_size=32", *(word for task in tasks for word in MASK_TASKS[task])]
     plan, features, num_images = plan_probes(tasks, ["toy"], words), FeatureCache(), 0
     options = {"layers": "0,1", "device": torch.device("cpu"), "features": features}

@@ -47,7 +47,7 @@ def scores_of(tmp_path, dataset=None, encoder=None, seed=0, **changes: Any):
 
 
 def cluster_pixels(context, layer):
-    """Return the k-means cluster and the true class of each labelled pixel."""
+    """Return the cluster and the true class of each labelled pixel."""
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):

@@ -1,4 +1,4 @@
-"""Test that the scale of features does not change scores."""
+"""Test that scores do not depend on the scale of the features."""
 
 from collections.abc import Callable
 from functools import cache

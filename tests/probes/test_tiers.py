@@ -1,4 +1,4 @@
-"""Test that the storage of features does not change scores."""
+"""Test that scores do not depend on where features are stored."""
 
 import errno
 import os
@@ -174,7 +174,7 @@ class KilledError(Exception):
 
 
 def killed_after(steps):
-    """Return a progress function that raises an error after some steps."""
+    """Return a progress bar that raises an error after the given number of steps."""
     pending = [steps]
 
     def progress(items, description, total=None):

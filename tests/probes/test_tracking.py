@@ -188,7 +188,7 @@ def test_a_shifted_square_has_the_scores_of_the_official_code(shift, region, con
 
 
 def plain_contour_accuracy(found: np.ndarray, true: np.ndarray) -> float:
-    """Compute the F-measure of two contours from the distances between pixels."""
+    """Compute the contour F-measure of two masks from pixel distances."""
 
     def contour(mask: np.ndarray) -> np.ndarray:
         # A pixel is on the contour if it differs from a pixel to its right, below, or both.

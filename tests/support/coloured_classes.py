@@ -18,7 +18,7 @@ TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
 
 
 def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 90) -> Path:
-    """Write noisy images that show the colour of their class."""
+    """Create a dataset in which each class has its own colour."""
     generator = np.random.default_rng(0)
     for name, colour in enumerate(COLOURS):
         for split, count in (("train", train), ("val", val)):

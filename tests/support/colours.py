@@ -1,4 +1,4 @@
-"""Create images with two coloured halves for tests of segmentation."""
+"""Create segmentation images that consist of two coloured halves."""
 
 import collections
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass
 class Colours:
-    """A set of images in which each half has the colour of its class."""
+    """A dataset of images with two halves. The colour of each half depends on its class."""
 
     split: str
     count: int
@@ -102,7 +102,7 @@ def probe_context(
 
 
 class Counter:
-    """A counter of the images that an encoder processes."""
+    """Count the images that an encoder processes."""
 
     def __init__(self, encoder):
         self.passes = collections.Counter()

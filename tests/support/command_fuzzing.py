@@ -1,8 +1,8 @@
-"""Run random `ssl-bench` commands and print those that fail unexpectedly.
+"""Run random `ssl-bench` commands to find unexpected errors.
 
-`python -m tests.support.command_fuzzing SEED COUNT` also counts the exit codes. Every second
-command is valid and must succeed. The other commands have random flags with correct or strange
-values. To save time, most commands are stopped at the first call of an encoder.
+`python -m tests.support.command_fuzzing SEED COUNT` prints the errors and counts the exit codes.
+Every second command is valid and must succeed. The other commands have random flags and values. To
+save time, most commands are stopped at the first call of an encoder.
 """
 
 import argparse
@@ -166,7 +166,7 @@ class Draw:
         )  # fmt: skip
 
     def flag(self, action: argparse.Action) -> list[str]:
-        """Return a command-line argument with random values."""
+        """Return a command-line flag with random values."""
         flag = list(action.option_strings[:1])
         if action.nargs == 0:
             return flag
@@ -177,7 +177,7 @@ class Draw:
         return [*flag, *(self.word(self.rng.choice(correct)) for _ in range(many))]
 
     def overrides(self, name: str) -> list[str]:
-        """Return config overrides that make a command fast, and some random overrides."""
+        """Return random config overrides for a command."""
         chosen, small = [f"probe={self.rng.choice(choices('probe'))}"], list[str]()
         root = "probing"
         if name == "pretrain":
@@ -200,7 +200,7 @@ class Draw:
 
 @contextlib.contextmanager
 def stop_before_computing(*, to_end: bool) -> Iterator[None]:
-    """Inside a `with` block, make each command stop before it computes anything."""
+    """Interrupt all commands inside a `with` block before they compute anything."""
     call = torch.nn.Module.__call__
 
     def refuse(*_: object, **__: object) -> None:
@@ -217,7 +217,7 @@ def stop_before_computing(*, to_end: bool) -> Iterator[None]:
 
 
 def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
-    """Run a command and return its outcome and a description of wrong behaviour."""
+    """Run a command. Return its outcome and the problem, if there is one."""
     out, err = io.StringIO(), io.StringIO()
     signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)
     try:

@@ -147,7 +147,7 @@ def data_of_every_role(root: Path) -> dict[str, Path]:
 
 
 def mask(height: int = 32, width: int = 40) -> np.ndarray:
-    """Return the segmentation mask of the image that `picture` creates."""
+    """Return the segmentation mask of an image from `picture`."""
     indices = np.zeros((height, width), np.uint8)
     indices[8:24, 8:24] = 8
     indices[7] = 255
@@ -177,7 +177,7 @@ def corrupt_file(path: Path, how: str) -> None:
 def make_probe_args(
     task: str, dataset: str, root: Path, *more: str, checkpoint: str | Path = "encoder.safetensors"
 ) -> list[str]:
-    """Return the command-line arguments of a fast `probe` run on block 1."""
+    """Return the arguments of a fast `ssl-bench probe` command."""
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(root)]
     return [*arguments, "--checkpoint", str(checkpoint), "--layer", "1", *SMALL[task], *more]
 
@@ -187,7 +187,7 @@ def make_pretrain_args(root: Path, out: str, *more: str) -> list[str]:
 
 
 def make_supervised_args(root: Path, out: str, *more: str) -> list[str]:
-    """Return the command-line arguments of a fast supervised pretraining run."""
+    """Return the arguments of a fast `ssl-bench pretrain` command."""
     sizes = [option for option in PRETRAIN if not option.startswith("objective.")]
     arguments = ["pretrain", "--data-root", str(root), "--out", out, "objective=supervised"]
     return [*arguments, "data.labels=true", *sizes, *more]
@@ -225,7 +225,7 @@ class Fault:
 
 
 def check_fault(fault: Fault, folder: Path, capsys) -> None:
-    """Check that a command reports an error and recommends a remedy that works."""
+    """Check that a command reports an error and recommends a solution that works."""
     fault.prepare(folder)
     before = file_contents(folder)
 
@@ -268,7 +268,7 @@ def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
 
 @contextmanager
 def limit_file_size(limit: int) -> Iterator[None]:
-    """Inside a `with` block, refuse to write files of more than `limit` bytes."""
+    """Make the code in a `with` block fail if it writes a file of more than `limit` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     # Python would truncate the bytecode of modules that are imported here, and use it later.

@@ -1,4 +1,4 @@
-"""Change files to test the fingerprints of datasets."""
+"""Check whether the fingerprint of a dataset changes."""
 
 import os
 import time
@@ -34,7 +34,7 @@ def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
 def assert_fingerprint_depends_on(
     open_images: Callable[[], ImageSet], *changes: Callable[[], object]
 ) -> None:
-    """Check that each change of a dataset alters its fingerprint."""
+    """Check that each change of a dataset leads to a different fingerprint."""
     found = [open_images().fingerprint() for _ in range(2)]
     for change in changes:
         change()

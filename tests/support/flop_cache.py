@@ -1,4 +1,4 @@
-"""Cache the FLOP counts of training steps to speed up short runs."""
+"""Cache the FLOP count of a training step to speed up tests."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from pretrain import step as steps
 
 
 def cache_flop_counts() -> None:
-    """Reuse FLOP counts for models with the same types of layers."""
+    """Count the FLOPs only once for models with the same types of layers."""
     # Their sizes may differ, so a run may print the count of another one.
     count, flops = steps.count_training_flops, dict[frozenset[type], float]()
 

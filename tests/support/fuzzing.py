@@ -1,7 +1,7 @@
 """Test the file readers of this suite with randomly damaged files.
 
-`python -m tests.support.fuzzing KIND COUNT` prints how many files were read and how many were
-refused. The command also prints up to six files that cause unexpected exceptions.
+`python -m tests.support.fuzzing FORMAT COUNT` prints how many files were read and how many were
+refused. The command also prints up to six unexpected exceptions.
 """
 
 import io
@@ -55,7 +55,7 @@ INTERESTING = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A file format to test, with its reader and valid example files."""
+    """A file format, the function that reads it, and valid example files."""
 
     seeds: list[bytes]
     name: str
@@ -63,7 +63,7 @@ class Kind:
 
 
 def mutate(content: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    """Apply random changes, such as flipping a bit."""
+    """Damage the content of a file at random, for example by flipping a bit."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
         at = rng.randrange(len(data) + 1)
@@ -270,7 +270,7 @@ class TooSlow(BaseException):
 
 
 def confine(mebibytes: int) -> None:
-    """Limit the memory of this process, and raise `TooSlow` on SIGPROF."""
+    """Limit the memory of this process. Raise `TooSlow` when the signal SIGPROF arrives."""
 
     def ring(*_: object) -> None:
         raise TooSlow

@@ -1,7 +1,4 @@
-"""Build linear probes from plain Python values.
-
-Each value is passed to the part of the probe that has a field with the same name.
-"""
+"""Build linear probes for segmentation and classification."""
 
 from collections.abc import Mapping
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Check that outputs escape texts that try to inject code."""
+"""Check that tables and web pages escape malicious texts."""
 
 import csv
 import io
@@ -40,7 +40,7 @@ def hostile(**changes) -> Record:
 
 
 def hostile_store(root: Path) -> ResultStore:
-    """Save scores with texts that contain malicious code."""
+    """Save results in which every text contains malicious code."""
     store = ResultStore(root)
     for layer in (0, 1):
         for sha in (SKIP, SKIPLESS):

@@ -22,7 +22,7 @@ SMALL_MODEL = {
 
 
 def reduced_options(*choices: str) -> list[str]:
-    """Add config overrides that make a pretraining run small."""
+    """Return config overrides that make a pretraining run small."""
     keys = list_keys(compose_config("pretraining", choices))
     values = {f"objective.{key}": value for key, value in REDUCED.items()}
     values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}

@@ -1,4 +1,4 @@
-"""An encoder as a user of the suite may write it."""
+"""Define an encoder that is not part of any library."""
 
 import torch
 from torch import Tensor, nn

@@ -27,13 +27,13 @@ class PageCommand:
 
     @property
     def is_name(self) -> bool:
-        """Return whether the text names a command without giving its arguments."""
+        """Return whether the text is only the name of a command, such as `ssl-bench table`."""
         least = 3 if self.words[1] in ("-m", "data") else 2
         return not self.in_block and len(self.words) <= least
 
     @property
     def suite(self) -> tuple[str, ...]:
-        """Return the arguments of an `ssl-bench` command, or () for other programs."""
+        """Return the arguments of an `ssl-bench` command, or an empty tuple for other programs."""
         if self.words[0] == "ssl-bench":
             return self.words[1:]
         if self.words[0] == "torchrun" and "ssl_bench" in self.words:

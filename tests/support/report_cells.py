@@ -29,7 +29,7 @@ def build_record(**changes) -> Record:
 
 
 def add_interval(changes: dict) -> dict:
-    """Add a 95 % confidence interval if `changes` has only a value."""
+    """Add a 95 % confidence interval to a score that has none."""
     value = changes.get("value")
     if value is None or "ci95" in changes:
         return changes
@@ -58,7 +58,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """Save a result whose value is computed from per-image values."""
+    """Compute a score from the scores of single images, and save it."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = add_interval({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)

@@ -28,7 +28,7 @@ TIMED = ("images_per_second", "data_wait", "mfu")
 
 
 def log_rows(run: str | Path, *, timed: bool = False) -> list[dict[str, Any]]:
-    """Return the log of a training run, by default without measured times."""
+    """Return the log of a training run. Measured times are removed unless `timed` is true."""
     rows = [json.loads(line) for line in Path(run, LOG).read_text().splitlines()]
     return [{k: v for k, v in row.items() if timed or k not in TIMED} for row in rows]
 
@@ -49,7 +49,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def interrupt_at_micro_batch(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
-    """Interrupt a training run with a signal before the given micro-batch."""
+    """Send a signal to the training process before the given micro-batch."""
     augment_on_device, calls = crops.augment_on_device, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:

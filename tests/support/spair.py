@@ -14,12 +14,13 @@ SOURCE_SIZE, TARGET_SIZE = (48, 32), (40, 60)
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """A pair of images with keypoints (x, y) on the first image, in pixels."""
+    """An image pair with keypoints on both images."""
 
     number: int
     source: str
     target: str
     category: str
+    # As (x, y) in pixels of the first image.
     points: tuple[tuple[int, int], ...] = ((12, 8), (24, 16), (36, 24))
 
     @property
@@ -80,6 +81,5 @@ def write_annotation(base: Path, pair: WrittenPair, **changed: Any) -> Path:
 
 
 def _scene(category: str) -> Image.Image:
-    """Return the image that is resized to make all images of a category."""
     noise = np.random.default_rng(len(category)).integers(0, 255, (6, 6, 3), dtype=np.uint8)
     return Image.fromarray(noise)

@@ -2,8 +2,8 @@
 
     python -m tests.support.two_ranks PHOTOS OUT FAULT:RANK...
 
-The program prints the exit codes and messages of both processes as JSON. The program needs a new
-process, because forking is unsafe after a backward pass.
+The program prints the exit codes and messages of both processes as JSON. The program needs its
+own process, because forking is unsafe after a backward pass.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ OPTIONS = (
 
 
 def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Return a function that replaces a method with `make(method)`."""
+    """Return a function that replaces the method `name` of a class."""
     return lambda: setattr(owner, name, make(getattr(owner, name)))
 
 
@@ -126,7 +126,7 @@ def broken_monitor(usual: Any) -> Any:
 
 
 def lost_image(usual: Any) -> Any:
-    """Return a dataset method that cannot read one of the images."""
+    """Make one image of a dataset unreadable."""
 
     def getitem(self: FileImageSet, index: int) -> Any:
         if self.ids[index] == "3.jpg":
@@ -223,7 +223,7 @@ def wait_for(pids: list[int], out: Path) -> dict[str, Any]:
 
 
 def exit_code(pid: int, end: float) -> int | None:
-    """Wait for a process and return its exit code. Kill the process at the time `end`."""
+    """Wait for a process and return its exit code. Kill the process if it still runs at `end`."""
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -235,7 +235,6 @@ def exit_code(pid: int, end: float) -> int | None:
 
 
 def prepare() -> None:
-    """Load everything that the forked processes share."""
     torch.set_num_threads(1)
     compose_config("pretraining", [])
     # Counting FLOPs would take as long as the run, and no fault depends on the count.

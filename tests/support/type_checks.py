@@ -25,7 +25,7 @@ def _can_check() -> bool:
 
 
 def check_first_calls(function: Any = None, **options: Any) -> Any:
-    """Check types as `jaxtyping.jaxtyped` does, but only in the first calls of a function."""
+    """Apply `jaxtyping.jaxtyped`, but check only the first calls of a function."""
     # The checks are prepared at the first call: preparing all would take 5 s in each process. Those
     # of nested functions would be prepared again at each call of the outer function.
     if function is None:

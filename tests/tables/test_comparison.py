@@ -343,7 +343,7 @@ def test_one_warning_says_that_results_come_from_different_code(store, cli, case
 
 
 def rejected_by_holm(ps: list[float]) -> set[int]:
-    """Return the indices of all p-values that are significant after Holm's correction."""
+    """Return the indices of the p-values that remain significant after Holm's correction."""
     rejected = set[int]()
     while left := [n for n in range(len(ps)) if n not in rejected]:
         least = min(left, key=lambda n: ps[n])

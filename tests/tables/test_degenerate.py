@@ -1,4 +1,4 @@
-"""Test that tables mark degenerate results. A result is called degenerate if it is arbitrary."""
+"""Test that tables mark degenerate results. A result is degenerate if it is arbitrary."""
 
 import csv
 import io

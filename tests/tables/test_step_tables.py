@@ -1,4 +1,4 @@
-"""Test tables that show the log of a training run."""
+"""Test tables of the metrics in a training log."""
 
 import csv
 import io

@@ -1,6 +1,6 @@
 """List the claims of papers that our experiments test.
 
-The claims were written before any run. Since then, only the wording of the claims has changed.
+The claims were written before any training run. Only their wording was changed later.
 """
 
 from tests.benchmarks.evidence.rows import OPTIMIZERS, READINGS

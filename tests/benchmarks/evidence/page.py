@@ -1,6 +1,6 @@
 """Generate pages and figures about our experiments.
 
-results/tables/evidence.md has one line per claim. results/tables/evidence_runs.md describes the
+results/tables/evidence.md lists the claims. results/tables/evidence_runs.md describes the training
 runs. results/figures/evidence_NAME.svg shows the training curves of the experiment NAME.
 """
 
@@ -123,7 +123,7 @@ a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 imag
 
 
 def _rates(runs: Runs) -> str:
-    """Return Markdown table rows that list the score at each learning rate."""
+    """Return the rows of a Markdown table with the score at each learning rate."""
     lines = []
     for name, experiment in EXPERIMENTS.items():
         for variant in (
@@ -182,7 +182,7 @@ def figures(runs: Runs) -> list[str]:
 
 
 def curves(experiment: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return the training curves of an experiment, by metric, variant and seed."""
+    """Return the training curves of an experiment."""
     reported = {
         (variant, seed): runs.get(seed_run(experiment, variant, seed), {})
         for variant in EXPERIMENTS[experiment].variants

@@ -1,6 +1,6 @@
 """Define experiments that compare variants of a training run.
 
-Each result names the Git commit that contains the options of the run.
+Each result names a Git commit with the exact options of the training run.
 """
 
 from collections.abc import Collection, Mapping, Sequence

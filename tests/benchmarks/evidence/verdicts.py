@@ -1,6 +1,6 @@
 """Define rules that decide whether training results support a claim.
 
-The rules were written before any run. Since then, only the wording of the rules has changed.
+The rules were written before any training run. Only their wording was changed later.
 """
 
 import base64
@@ -31,7 +31,7 @@ Runs = Mapping[str, Run]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A mean score or difference of scores with 95 % confidence intervals."""
+    """A score, or the difference of two scores, with its 95 % confidence intervals."""
 
     text: str
     value: float  # A percentage, unless `text` names another quantity.
@@ -55,7 +55,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A weighted sum of mean scores, such as the difference between two training variants."""
+    """A weighted sum of scores, such as the difference between two training variants."""
 
     text: str
     weights: Mapping[str, float]
@@ -73,7 +73,7 @@ class Contrast:
         return Measurement(self.text, fmean(values), compute_seed_interval(values), over_images)
 
     def _over_images(self, experiment: str, runs: Runs) -> Interval | None:
-        """Return the 95 % bootstrap confidence interval over images, if it can be computed."""
+        """Return the 95 % bootstrap confidence interval over images, or None if it is undefined."""
         total, seeds = 0.0, EXPERIMENTS[experiment].seeds
         for variant, weight in self.weights.items():
             for seed in seeds:
@@ -95,7 +95,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class PositiveDifferences:
-    """A rule that supports a claim if all confidence intervals of differences are above 0."""
+    """A check that the confidence interval of every score difference is above 0."""
 
     contrasts: Sequence[Contrast]
     over: Literal["seeds", "images"] = "seeds"
@@ -110,7 +110,7 @@ class PositiveDifferences:
 
 @dataclass(frozen=True)
 class LowestScore:
-    """A check of the claim that one training variant has the lowest score."""
+    """A check that one training variant has the lowest score."""
 
     # For each group: the other variants, the one whose interval `last` must be below, and `last`.
     groups: Sequence[tuple[Sequence[str], str, str]]
@@ -139,7 +139,7 @@ class LowestScore:
 
 @dataclass(frozen=True)
 class SameBest:
-    """A check of the claim that one option is the best in every group of runs."""
+    """A check that the same option is the best in every group of training runs."""
 
     # For each group, such as an optimizer: the training variant with each option.
     groups: Sequence[Mapping[str, str]]
@@ -159,7 +159,7 @@ class SameBest:
 
 @dataclass(frozen=True)
 class AboveRandom:
-    """A check of the claim that training improves the k-NN accuracy of the later blocks."""
+    """A check that training improves the k-NN accuracy of the later blocks."""
 
     first: int
 
@@ -182,7 +182,7 @@ class AboveRandom:
 
 @dataclass(frozen=True)
 class MaxFileSize:
-    """A check of the claim that every demo encoder is smaller than `limit` bytes."""
+    """A check that every demo encoder is smaller than `limit` bytes."""
 
     limit: int
 
@@ -195,7 +195,7 @@ class MaxFileSize:
 
 @dataclass(frozen=True)
 class DistinctPatches:
-    """A check of the claim that the patch tokens of an image stay different."""
+    """A check that the patch tokens of an image do not become nearly equal."""
 
     plain: str  # The variant whose last loss must not be exceeded.
     merged: float  # Limit for the percentage of patches that nearly equal the mean patch.
@@ -232,7 +232,7 @@ class Claim:
     also_shown: Sequence[str] = ()  # Variants on the page that the claim does not compare.
 
     def published_text(self) -> str:
-        """Return what papers state about the claim, as text."""
+        """Return a text with the published values for the claim."""
         tables = {name: load_published_table(name) for name, _, _ in self.published}
         values = (f"{tables[name].values[row, column]:g}" for name, row, column in self.published)
         sources = dict.fromkeys(
@@ -243,7 +243,7 @@ class Claim:
         )
 
     def variants(self) -> list[str]:
-        """Return the training variants that are shown together with a claim."""
+        """Return the training variants that the page shows for a claim."""
         variants = list(EXPERIMENTS[self.experiment].variants)
         if not isinstance(self.rule, PositiveDifferences):
             return variants
@@ -293,7 +293,7 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
 
 
 def seeds_of(experiment: str, variant: str, runs: Runs, metric: str) -> list[float]:
-    """Return the last value of `metric` in each run of a training variant."""
+    """Return the final value of `metric` in each run of a training variant."""
     reported = [runs[seed_run(experiment, variant, seed)] for seed in EXPERIMENTS[experiment].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
@@ -326,7 +326,7 @@ def first_run(experiment: str, variant: str, runs: Runs) -> Run:
 
 
 def find_trainable_runs(experiment: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Return the runs whose last loss does not exceed that of the variant `plain`."""
+    """Return the runs whose final loss is at most the final loss of the variant `plain`."""
     first = {
         variant: first_run(experiment, variant, runs)
         for variant in EXPERIMENTS[experiment].variants

@@ -1,8 +1,7 @@
 """Check each torch operator on a simulated device.
 
-A `Ledger` counts kernel launches, copies and waits for the device. `Operators` checks each operator
-of the forward and backward pass. `TorchFunctions` intercepts the torch functions that report,
-change or receive a device.
+The class `Ledger` counts kernel launches, copies and synchronisations. The class `Operators` checks
+each operator. The class `TorchFunctions` intercepts functions such as `Tensor.to`.
 """
 
 import sys
@@ -34,7 +33,7 @@ class SimulatedDeviceError(RuntimeError):
 
 
 class Place(Enum):
-    """The simulated memory in which a tensor is stored."""
+    """The kind of memory that a tensor would use on a machine with a GPU."""
 
     HOST = auto()
     PINNED = auto()
@@ -51,7 +50,7 @@ def _place_of_storage(storage: Any) -> Place:
 
 
 def record_place(tensor: Tensor, place: Place) -> Tensor:
-    """Record the simulated memory in which a tensor is stored."""
+    """Record whether a tensor is stored on the CPU or on the simulated GPU."""
     storage = storage_of(tensor)
     if storage is not None:
         # The Python object of a storage, including its attributes, lives as long as the storage.
@@ -110,7 +109,7 @@ _PACKAGES = tuple(f"{_ROOT}/{name}/" for name in ("ssl_bench", "pretrain", "prob
 
 @dataclass
 class Ledger:
-    """Counts of kernel launches, copies and waits on the simulated device."""
+    """Counts of the kernel launches, copies and synchronisations of a simulated GPU."""
 
     # Operators by name. A real device may launch several kernels for one, and torch.compile may
     # fuse operators.
@@ -126,7 +125,7 @@ class Ledger:
     pending_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def count_wait(self, what: str, times: int = 1) -> None:
-        """Count a wait of the CPU for the device, and complete all pending copies."""
+        """Record that the CPU waits for the GPU, and complete all pending copies."""
         self.waits[f"{call_site()} {what}"] += times
         self.complete_copies()
 
@@ -141,13 +140,13 @@ class Ledger:
         self.pending_copies.clear()
 
     def count_upload(self, what: str, *, pinned: bool, waits: bool) -> None:
-        """Count a copy to the device."""
+        """Count a copy from the CPU to the simulated GPU."""
         uploads = self.pinned_uploads if pinned and not waits else self.uploads
         uploads[f"{call_site()} {what}"] += 1
 
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
-        """Count only the events within the `with` block."""
+        """Count only the operations inside a `with` block."""
         names, counts = ("launches", "waits", "uploads", "pinned_uploads"), Ledger()
         before = {name: getattr(self, name).copy() for name in names}
         yield counts
@@ -156,14 +155,14 @@ class Ledger:
 
 
 def _corrupt(values: Tensor) -> Tensor:
-    """Change all values, to imitate memory that is not yet written."""
+    """Return a tensor with wrong values, which imitates uninitialised memory."""
     if values.dtype == torch.bool:
         return ~values
     return values + 1 if not values.is_floating_point() else torch.full_like(values, torch.nan)
 
 
 def call_site() -> str:
-    """Return the line of this project that is being executed, as "FILE:LINE"."""
+    """Return the file name and line number of the caller as "FILE:LINE"."""
     frame, fallback = sys._getframe(1), "?"
     while frame is not None:
         name = frame.f_code.co_filename
@@ -244,7 +243,7 @@ def has_kernel(function: Any) -> bool:
 
 
 def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
-    """Count a copy between CPU and device, and refuse unsafe asynchronous copies."""
+    """Count a copy between CPU and GPU. Raise an error if an asynchronous copy is unsafe."""
     if source is Place.DEVICE and target is not Place.DEVICE:
         if not non_blocking:
             LEDGER.count_wait("copy to the host")
@@ -309,7 +308,7 @@ _thread = _Thread()
 
 @contextmanager
 def create_on(place: Place) -> Iterator[None]:
-    """Inside a `with` block, create new tensors in the simulated memory `place`."""
+    """Choose the device of all tensors that are created inside a `with` block."""
     before, _thread.creates_on = _thread.creates_on, place
     try:
         yield
@@ -345,7 +344,7 @@ class Operators(TorchDispatchMode):
 
 
 def _copy_later(args: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Defer an asynchronous copy to pinned memory, or return False for other copies."""
+    """Delay an asynchronous copy from GPU to pinned memory. Return whether it was delayed."""
     target, source = args[0], args[1]
     non_blocking = bool(args[2] if len(args) > 2 else options.get("non_blocking", False))
     places = place_of(source), place_of(target)
@@ -386,7 +385,7 @@ def _check(
 
 
 def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
-    """Count the waits and copies that an indexing operation causes."""
+    """Count the copies and synchronisations that an indexing operation causes."""
     for index in indices:
         is_here, target = place_of(index) in _ON_DEVICE, place_of(args[0])
         if target not in _ON_DEVICE:
@@ -429,7 +428,7 @@ def _misplaced_tensors(
 
 
 def _place_results(result: Any, storages: Sequence[Any], places: Sequence[Place]) -> None:
-    """Record the simulated memory of the results of an operator."""
+    """Record whether the results of an operator are on the CPU or on the simulated GPU."""
     known = {id(storage) for storage in storages}
     for tensor in tensors_in(result):
         storage = storage_of(tensor)
@@ -473,7 +472,7 @@ class TorchFunctions(TorchFunctionMode):
 
 
 def _call(func: Callable, args: Arguments, options: Options) -> Any:
-    """Call a torch function and respect its `device` argument."""
+    """Call a torch function. Replace the GPU in the `device` argument by the CPU."""
     device = options.get("device")
     if device is None:
         has_sources = bool(tensors_in((*args, options)))
@@ -486,7 +485,7 @@ def _call(func: Callable, args: Arguments, options: Options) -> Any:
 
 
 def _create(func: Callable, args: Arguments, options: Options, place: Place) -> Any:
-    """Call a function that creates a tensor, and store the tensor in the given simulated memory."""
+    """Call a function that creates a tensor, and record where the tensor is stored."""
     _check_generator(func, options, place)
     pinned = options.pop("pin_memory", False)
     if func in _CARRY_VALUES and (result := _upload_values(args, options, place)) is not None:
@@ -501,7 +500,6 @@ def _create(func: Callable, args: Arguments, options: Options, place: Place) -> 
 
 
 def _upload_values(args: Arguments, options: Options, place: Place) -> Any:
-    """Copy a tensor to the device, or count the copy of Python values."""
     if args and isinstance(args[0], Tensor):
         return move(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))
     if place is Place.DEVICE:
@@ -584,7 +582,6 @@ def _deepcopy(func: Callable, args: Arguments, options: Options) -> Tensor:
 
 
 def _draw(func: Callable, args: Arguments, options: Options) -> Tensor:
-    """Fill a tensor with random numbers from a generator on the same device."""
     _check_generator(func, options, place_of(args[0]))
     return func(*args, **options)
 

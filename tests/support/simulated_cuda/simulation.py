@@ -33,7 +33,7 @@ _PROPERTIES = SimpleNamespace(
 
 
 class Generator(torch.Generator):
-    """A random generator on the CPU that reports the requested device."""
+    """A random generator on the CPU that can pretend to be on the GPU."""
 
     _place: torch.device
 
@@ -59,7 +59,7 @@ class Stream:
 
 
 class CudaEvent:
-    """A simulated CUDA event. Waits for an event are not counted."""
+    """A simulated CUDA event."""
 
     def record(self, _: Any = None) -> None: ...
 
