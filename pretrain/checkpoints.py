@@ -5,8 +5,8 @@ Each checkpoint is written in this order:
 1. The training state is written to the temporary file `state.new.pt`.
 2. The checksums (SHA-256) of `state.new.pt` and `state.pt` are written to `state.pt.sha256`.
 3. `state.pt` is renamed to `state.previous.pt`, and `state.new.pt` is renamed to `state.pt`.
-4. The SHA-256 of the encoder is written to `last.safetensors.sha256`. Then the encoder is written
-   to `last.safetensors`.
+4. The encoder is written to `last.safetensors`, and its SHA-256 to `last.safetensors.sha256`. While
+   an earlier encoder is replaced, the .sha256 file contains the SHA-256 of both encoders.
 
 Each file is written atomically, so at least one usable training state remains if the process is
 killed or the disk is full. If the process is killed before `state.pt.sha256` is written, the old

@@ -1,8 +1,9 @@
 """Save and restore the progress of a run, and check what has changed while the run was stopped.
 
 A resumed run gives the same weights as an uninterrupted run, unless the number of processes
-changes. With another number of processes, gradients are summed in another order, and random masks
-and mixtures of images may differ. Between stopping and resuming a run, the following may change:
+changes. On a GPU, the weights are only equal bit by bit with `train.deterministic=true`. With
+another number of processes, gradients are summed in another order, and random masks and mixtures of
+images may differ. Between stopping and resuming a run, the following may change:
 
 - Settings that do not affect the weights, such as the number of data workers.
   `pretrain.description` lists these settings.

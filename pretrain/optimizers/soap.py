@@ -41,8 +41,8 @@ class SOAP(torch.optim.Optimizer):
     The CPU waits for the device only in a step in which a parameter has its first gradient. If the
     attribute `found_inf`, which `torch.amp.GradScaler` sets, is 1, the step changes no parameter,
     moment, statistic or basis, whatever values the gradients have. A step with `found_inf` = 1 only
-    increases the count of skipped steps. If the step of a parameter's first gradient is skipped,
-    the bases of the parameter are the unit vectors until the next refresh.
+    increases the step counts and the count of skipped steps. If the step of a parameter's first
+    gradient is skipped, the bases of the parameter are the unit vectors until the next refresh.
 
     Args:
         lr: Learning rate.

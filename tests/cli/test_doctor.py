@@ -73,6 +73,8 @@ def test_settings_that_limit_commands_are_stated(capsys, monkeypatch):
 
     assert found["caches"][0].endswith(", offline")
     assert f"(set OMP_NUM_THREADS={count_usable_cores()} " in found["cpu"][0]
+    monkeypatch.setattr(torch, "get_num_threads", count_usable_cores)
+    assert "OMP_NUM_THREADS" not in findings(capsys)["cpu"][0]
     assert found["disk"][0].endswith(f", but {Path.cwd()} is not writable")
 
 

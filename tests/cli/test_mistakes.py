@@ -66,6 +66,7 @@ MISSING_OR_CONFLICTING = [
     ("reproduce cutting_the_skip train.epochs=3", 2, "ssl-bench reproduce"),
     ("pretrain --extend", 2, "--out RUN"),
     ("reproduce table2 --run", 2, "data.root=FOLDER"),
+    ("reproduce table2 --run --data-root voc2012=photos", 2, "data.root=FOLDER"),
     ("probe --task tokencut probe.neighbours=[1]", 2, "--task knn,retrieval,tracking"),
     ("probe --task tokencut probe.image_size=32", 2, "probe.longer_side=VALUE"),
     ("probe --task knn,pca --dataset folder --data-root photos", 2, "--dataset DATASET"),

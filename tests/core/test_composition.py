@@ -88,8 +88,9 @@ def test_every_field_of_every_class_can_be_overridden(group):
 def test_a_reference_gets_the_value_of_its_key_and_no_other_kind_is_accepted(tmp_path, monkeypatch):
     assert compose_config("data", ["dataset=folder", "data.root=a"])["dataset"]["root"] == "a"
     # A path may contain characters that are reserved in other values.
-    own = compose_config("data", ["dataset=folder", "data.root=photos[1]{2}"])
-    assert own["dataset"]["root"] == "photos[1]{2}"
+    for key in ("data.root", "dataset.root"):
+        own = compose_config("data", ["dataset=folder", f"{key}=photos[1]{{2}}"])
+        assert own["dataset"]["root"] == "photos[1]{2}"
     folder = tmp_path / "configs"
     shutil.copytree(config_folder(), folder)
     monkeypatch.setattr("ssl_bench.composition.compose.config_folder", lambda: folder)

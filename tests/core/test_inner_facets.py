@@ -222,6 +222,22 @@ def test_blocks_of_different_widths_are_refused():
     assert FeatureExtractor(encoder, layers=[1], facets=["mlp_hidden"]).width("mlp_hidden") == 20
 
 
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(12, 20), nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.w3(F.silu(self.w1(tokens)) * self.w2(tokens))
+
+
+def test_the_hidden_layer_of_swiglu_is_the_input_of_the_last_matrix():
+    encoder = ours()
+    blocks: Any = encoder.module.get_submodule("blocks")
+    blocks[1].mlp = SwiGLU()
+    assert extract(encoder, "mlp_hidden")["mlp_hidden"].shape == (2, 2, 3, 20)
+
+
 def test_facet_names_are_parsed_into_a_name_and_a_block():
     known = ("key", "token")
     for facet, names, block in [

@@ -169,6 +169,11 @@ def test_wrong_files_and_lines_of_nyu_are_named(tmp_path):
         (lambda: save(place / "sync_depth_00000.png", small), {}, "640 x 480"),
         (lambda: None, listed, "test"),
         (lambda: (tmp_path / "test.txt").write_text("rgb_00000.jpg"), listed, "SCENE/rgb"),
+        (
+            lambda: (tmp_path / "test.txt").write_text("kitchen/rgb_00001.jpg"),
+            listed,
+            "kitchen/rgb_00001.jpg",
+        ),
         (lambda: None, {"val_split": "val"}, "Existing splits: test"),
     ]
     for prepare, options, word in cases:

@@ -7,6 +7,7 @@ import re
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import timm
@@ -215,6 +216,15 @@ def test_weights_unknown_to_timm_need_a_python_file(tmp_path, unknown):
     with pytest.raises(CheckpointError) as raised:
         load_encoder(str(save_checkpoint(tmp_path / "w.pth", weights)))
     assert raised.value.hint == ("--checkpoint", "{file}.py:{name}")
+
+
+@pytest.mark.parametrize(
+    ("part", "stated"), [(np.s_[:, :1], "1 channels"), (np.s_[..., 2:], "x 6")]
+)
+def test_patches_that_are_not_square_rgb_images_are_refused(tmp_path, part, stated):
+    weights = timm_model().state_dict()
+    weights["patch_embed.proj.weight"] = weights["patch_embed.proj.weight"][part].clone()
+    assert stated in get_load_error(save_checkpoint(tmp_path / "w.pth", weights))
 
 
 # Older files of torchvision use other names for the layers of the MLP.

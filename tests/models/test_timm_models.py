@@ -106,6 +106,12 @@ def test_a_checkpoint_has_features_of_every_block_on_its_grid(kind, strides, wid
     assert torch.equal(random(images()), build_encoder(KINDS[kind], seed=0).eval()(images()))
 
 
+def test_drop_path_rises_to_the_given_rate_in_the_last_block():
+    blocks: Any = build_encoder(replace(VIT, drop_path=0.3), seed=0).get_submodule("blocks")
+    assert blocks[-1].drop_path1.drop_prob == pytest.approx(0.3)
+    assert blocks[0].mlp.drop1.p == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "places"), [("atto", 8, (2, 3, 1)), ("swin", 16, (1, 2, 3))]
 )

@@ -43,6 +43,13 @@ def test_the_remaining_time_is_never_negative(workdir, monkeypatch, capsys):
     assert line.endswith("  00:00 left")
 
 
+def test_the_progress_bar_of_a_resumed_run_counts_its_earlier_steps(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    bar = ProgressBar(total=100, done=60, quiet=False, stop_time=math.inf)
+    bar.close()
+    assert "60/100" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("done", "left"), [(0, "01:37"), (60, "00:37")])
 def test_the_remaining_time_counts_only_the_remaining_steps(monkeypatch, capsys, done, left):
     seconds = itertools.count()

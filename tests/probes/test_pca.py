@@ -164,16 +164,18 @@ def test_blocks_before_features_that_are_not_finite_are_drawn(photographs, tmp_p
         probe(photographs, store, encoder=broken, layers=(1, 2))
 
 
-def test_only_the_foreground_is_fitted_and_shown(photographs, tmp_path):
+@pytest.mark.parametrize("protocol", ["image", "batch"])
+def test_only_the_foreground_is_fitted_and_shown(photographs, tmp_path, protocol):
     store = ResultStore(tmp_path / "out")
+    options = {"protocol": protocol, "background": "first_component"}
 
-    records = probe(photographs, store, background="first_component", layers=(2,))
+    records = probe(photographs, store, **options, layers=(2,))
 
     share = records[0].details["foreground_percent"]
     assert 0 < share < 100
     assert records[0].settings["background"] == "first_component"
     assert probe(photographs, store, layers=(2,))[0].settings["background"] == "keep"
-    (path,) = (store.root / "pictures").rglob("image-foreground/block02/b.png.png")
+    (path,) = (store.root / "pictures").rglob(f"{protocol}-foreground/block02/b.png.png")
     black = (tile(path)[30:140, -100:] == 0).all(-1).mean()
     assert 0 < black < 1
 

@@ -71,11 +71,12 @@ def test_the_kernel_compiles_without_spilling_registers(capability, cells, pixel
     assert not {"STL", "LDL"} & {*re.findall(r"[A-Z]+", compiled.asm["sass"])}
 
 
-def test_without_a_compiler_a_message_announces_the_plain_loss(monkeypatch, capsys):
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_without_a_compiler_a_message_announces_the_plain_loss(monkeypatch, capsys, error):
     from probes.heads import losses, pixel_kernel
 
     def fail(*_: object) -> None:
-        raise RuntimeError("Failed to find C compiler.\nSpecify it by CC.")
+        raise error("Failed to find C compiler.\nSpecify it by CC.")
 
     monkeypatch.setattr(pixel_kernel, "sum_with_kernel", fail)
     assert losses._find_kernel.__wrapped__(torch.device("cuda")) is None
