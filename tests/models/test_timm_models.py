@@ -333,7 +333,8 @@ def test_a_probe_evaluates_the_blocks_of_every_stage(tmp_path):
         path.unlink()
     evaluation.run(store, say=messages.append, overwrite=False)
     assert {path: path.read_bytes() for path in (tmp_path / "pictures").rglob("*.png")} == sheets
-    assert sheets
+    names = {path.name for path in sheets if path.name.startswith("blocks")}
+    assert names == {"blocks-0.png", "blocks-2.png", "blocks-4.png"}
     with pytest.raises(UnsupportedEncoderError):
         replace(evaluation, probe=Conditioning(num_images=1, image_size=32)).run(
             store, say=messages.append, overwrite=False
