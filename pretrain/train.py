@@ -430,7 +430,7 @@ class Run:
             if seconds > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):
                 self.log.say(
                     f"the monitor took {seconds:.0f} s, and the steps before it {trained:.0f} s. "
-                    f"The duration of the monitor depends on {self.evaluator.cost_options}"
+                    f"How long the monitor takes depends on {self.evaluator.cost_options}"
                 )
             # The time of the monitor does not count as time of the next step.
             self.clock.restart()

@@ -124,7 +124,7 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def check_mutant(mutant: Mutant, original: Path, passing: set[str]) -> str:
-    """Return a text that states whether the tests find a bug."""
+    """Return the test that failed because of the bug, or SURVIVED, as a text."""
     tree = original.with_name(mutant.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
     try:

@@ -57,7 +57,7 @@ class Copying(GeneratingObjective):
     Source: equation 3.36 of Trockman's thesis (2025), which uses the data pipeline of
     https://arxiv.org/abs/2402.01032. In the pipeline of arXiv:2402.01032, a row of 220 tokens
     contains several strings, each with its own delimiter, and the model keeps its state between
-    strings. In this class, a row of tokens contains only one string.
+    strings. Here, each training sequence contains a single string.
     """
 
     length: Count = 50

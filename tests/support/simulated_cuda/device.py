@@ -297,7 +297,7 @@ _ON_DEVICE = (Place.DEVICE, Place.UNDECIDED)
 
 
 class _Thread(threading.local):
-    """The state of the simulation in one thread."""
+    """The state of the simulated device that each thread stores separately."""
 
     # Memory for the results of operations without tensor arguments. None means UNDECIDED.
     creates_on: Place | None = None
