@@ -36,7 +36,7 @@ HEAVY = (
     "hypothesis", "tqdm", "safetensors.torch",
 )  # fmt: skip
 MARKERS = "not gpu and not browser"
-LIMIT_SECONDS = 900
+LIMIT_SECONDS = 180
 FORK = mp.get_context("fork")
 
 
