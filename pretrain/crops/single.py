@@ -219,7 +219,7 @@ class SingleCrop(ViewMaker):
         Source: RandAugment, https://arxiv.org/abs/1909.13719, as implemented in
         timm/data/auto_augment.py of timm 1.0.31. The default values correspond to timm's
         configuration "rand-m9-mstd0.5-inc1" with bicubic interpolation. Bicubic interpolation is
-        also used by the fine-tuning of MAE, by Xu and others (2024), and by DeiT (line 102 of
+        also used by the fine-tuning of MAE, by Xu et al. (2024), and by DeiT (line 102 of
         https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/main.py).
         By default, timm chooses bicubic or bilinear interpolation at random.
         """
@@ -241,7 +241,7 @@ class SingleCrop(ViewMaker):
 
         Source: mixup, https://arxiv.org/abs/1710.09412, and CutMix,
         https://arxiv.org/abs/1905.04899. The implementation follows the class `Mixup` of timm
-        1.0.31 (timm/data/mixup.py) in mode "batch". DeiT, MAE and Xu and others (2024) used timm
+        1.0.31 (timm/data/mixup.py) in mode "batch". DeiT, MAE and Xu et al. (2024) used timm
         0.3 to 0.6, in which CutMix boxes with an odd side length are one pixel smaller.
         """
         mixup, cutmix = self.mixup, self.cutmix

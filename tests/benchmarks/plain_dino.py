@@ -26,7 +26,7 @@ from ssl_bench.models.vit import Attention, Block
 
 
 class PlainDino:
-    """Train DINO as the official code does. The initial weights come from a `DinoLearner`."""
+    """A DINO training loop like the official code, with the initial weights of a `DinoLearner`."""
 
     def __init__(self, learner: DinoLearner, device: torch.device, *, fused_attention: bool):
         self.options: Dino = learner.options

@@ -202,7 +202,7 @@ def test_only_features_used_since_the_last_corruption_are_kept(encoder):
 
 
 class PassCounter:
-    """Count how often an encoder processes each image."""
+    """A counter of how often an encoder processes each image."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_task: dict[str, collections.Counter[bytes]] = {}

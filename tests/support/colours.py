@@ -102,7 +102,7 @@ def probe_context(
 
 
 class Counter:
-    """Count the images that an encoder processes."""
+    """A counter of the images that an encoder processes."""
 
     def __init__(self, encoder):
         self.passes = collections.Counter()
