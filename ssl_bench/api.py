@@ -162,7 +162,8 @@ def probe(
 ) -> Results:
     """Probe blocks of an encoder and return the results, like the command `ssl-bench probe`.
 
-    Results that already exist in `out` are not computed again.
+    Results that already exist in `out` are not computed again. To measure its memory use, this
+    function resets PyTorch's peak memory statistics of a GPU.
 
     Args:
         encoder: An address in the format of `--checkpoint`, such as "demo:skip", an `Encoder`, or

@@ -44,14 +44,19 @@ from ssl_bench.results.record import (
 )
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.shared_features import SharedExtractor, SharedFeatures
-from ssl_bench.system.device import describe_device, peak_memory
+from ssl_bench.system.device import describe_device, peak_memory, reset_peak_memory
 from ssl_bench.system.files import (
     figures_folder_name,
     figures_folder_prefix,
     file_name,
     mark_as_output,
 )
-from ssl_bench.system.output import format_duration, print_message, show_progress
+from ssl_bench.system.output import (
+    format_duration,
+    format_memory,
+    print_message,
+    show_progress,
+)
 from ssl_bench.system.process import provenance_fields
 
 _CPU = torch.device("cpu")
@@ -549,6 +554,7 @@ class Evaluation:
                 later=list(zip(probes[1:], folders[1:], strict=True)),
             )
             by_score = {(key.layer, key.facet, key.metric): key for key in keys}
+            reset_peak_memory(self.device)
             start = time.monotonic()
             for score in chain.from_iterable(map(probe.run, context.stages())):
                 key = by_score[score.layer, score.facet, score.metric]
@@ -645,7 +651,7 @@ class Evaluation:
     def _describe_cost(self, images: ImageSet, num_images: int, seconds: float) -> str:
         """Return a message about speed and memory, such as "500 images in 40 s, 12.5 images/s"."""
         peak = peak_memory(self.device)
-        memory = f", peak memory so far {peak / 2**30:.2f} GiB" if peak is not None else ""
+        memory = f", peak memory {format_memory(peak)}" if peak is not None else ""
         return (
             f"{self._describe(images)}: {num_images:,} images in {format_duration(seconds)}, "
             f"{num_images / seconds:.3g} images/s{memory}"
@@ -674,6 +680,7 @@ class Evaluation:
             unit=score.unit,
             per_image_kind=score.per_image_kind,
             changed=changed_settings(self.probe) if self.changed is None else self.changed,
+            peak_memory=peak_memory(self.device),
             **provenance_fields(describe_device(self.device), seconds),
         )
 

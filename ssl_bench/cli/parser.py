@@ -35,6 +35,7 @@ examples:
   ssl-bench pretrain model=vit_small_skipless data.root=/photos --out runs/skipless
   ssl-bench probe --task tokencut --layer 11
   ssl-bench probe --task all --checkpoint runs/skipless --dataset voc2012 --data-root /data
+  ssl-bench card --checkpoint runs/skipless --dataset voc2012 --data-root /data
   ssl-bench probe --task segmentation --layer 0,5,-1 probe.protocol=fast probe.training.epochs=10
   ssl-bench features --checkpoint runs/skipless --data-root photos --facet cls_normed --out features
   ssl-bench sweep --checkpoint 'runs/*' --dataset voc2012,ade20k --data-root /data --dry-run
@@ -53,7 +54,9 @@ Use KEY=VALUE for options without a flag:
 Run `ssl-bench keys` to list all keys, or `ssl-bench keys probe.tokencut` to list the keys of one
 probe with their ranges and defaults.
 """
-COMMANDS_WITH_OVERRIDES = ("probe", "features", "sweep", "pretrain", "reproduce", "data", "keys")
+COMMANDS_WITH_OVERRIDES = (
+    *("probe", "card", "features", "sweep", "pretrain", "reproduce", "data", "keys"),
+)
 _KEY_VALUE = """\
 Use KEY=VALUE (e.g. {}) for options without a flag.
 Run `ssl-bench keys {}` to list all keys.
@@ -70,6 +73,7 @@ _PROBING_KEYS = {"limit": "data.limit", "seed": "seed"}
 KEY_OF_FLAG: Mapping[str, Mapping[str, str]] = {
     "features": {"limit": "data.limit"},
     "probe": _PROBING_KEYS | {"pictures": "probe.panels"},
+    "card": _PROBING_KEYS,
     "sweep": _PROBING_KEYS,
     "pretrain": {
         "limit": "data.limit",
@@ -178,7 +182,7 @@ def run_command(arguments: Sequence[str]) -> int:
     options, overrides = _parse(arguments)
     name, inputs = options.command, list[Any]()
     # Report misspelled names before torch is imported, which takes seconds.
-    if name in ("probe", "sweep"):
+    if name in ("probe", "card", "sweep"):
         inputs = [probe_request(options, overrides)]
     elif name in COMMANDS_WITH_OVERRIDES:
         inputs = [overrides]
@@ -186,7 +190,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "ProbeRequest":
-    """Build the request of `ssl-bench probe` or `ssl-bench sweep` from the command line.
+    """Build the request of `ssl-bench probe`, `card` or `sweep` from the command line.
 
     A request states which encoders, probes, datasets and blocks to evaluate.
     """
@@ -324,6 +328,14 @@ def _add_probe(parser: _Parser) -> None:
     parser.add_switch("--overwrite", "compute results again that are already stored")
     _add_previews(parser)
     parser.add_switch("--json", "print the records as JSON instead of tables")
+
+
+def _add_card(parser: _Parser) -> None:
+    parser.set_defaults(task="all")
+    _add_probing(parser)
+    parser.add_switch("--overwrite", "compute results again that are already stored")
+    parser.add_argument("--format", help=_FORMATS)
+    parser.add_switch("--dry-run", "print the evaluations with estimated times and stop")
 
 
 def _add_features(parser: _Parser) -> None:
@@ -538,7 +550,7 @@ def _add_completion(parser: _Parser) -> None:
 
 
 def _add_probing(parser: _Parser) -> None:
-    """Add the flags that `probe` and `sweep` share."""
+    """Add the flags that `probe`, `card` and `sweep` share."""
     add = parser.add_argument
     add("--layer", default="all", help=_LAYERS_HELP)
     uris = (
@@ -588,6 +600,7 @@ def _add_filters(parser: _Parser) -> None:
 
 _COMMANDS = {
     "probe": ("evaluate the blocks of frozen encoders", _add_probe),
+    "card": ("run all probes and print the score, time and memory of each", _add_card),
     "features": ("write the features of images to files", _add_features),
     "sweep": ("probe many checkpoints on many datasets", _add_sweep),
     "pretrain": ("pretrain an encoder", _add_pretrain),

@@ -1,21 +1,13 @@
 """`ssl-bench probe`: probe the blocks of frozen encoders."""
 
 import argparse
-from collections.abc import Sequence
 
+from ssl_bench.cli.probing import print_plan, print_results_folder, probe_encoders
 from ssl_bench.composition.compose import config_to_yaml
-from ssl_bench.errors import UnsupportedEncoderError, escape_braces, with_hint
-from ssl_bench.evaluation import FeatureCache
-from ssl_bench.layers import resolve_layers
-from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
-from ssl_bench.models.loading.addresses import expand_addresses, is_baseline, layers_of_encoder
-from ssl_bench.models.loading.load import encoder_addresses, load_and_log, require_layers
-from ssl_bench.planning import PlannedProbe, evaluate, plan_request, require_images
+from ssl_bench.planning import plan_request
 from ssl_bench.request import ProbeRequest, probing_config
-from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.device import choose_device
-from ssl_bench.system.files import require_writable
-from ssl_bench.system.output import dump_json, print_message
+from ssl_bench.results import ResultStore
+from ssl_bench.system.output import dump_json
 from ssl_bench.system.process import require_single_process
 from ssl_bench.tables.depth import depth_tables, print_main_tables
 
@@ -26,21 +18,16 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
         _print_configs(request)
         return 0
     if options.dry_run:
-        from ssl_bench.estimates import estimate_seconds
-        from ssl_bench.sweep import format_plan, plan_sweep
-
-        jobs = plan_sweep(request, skip_unsupported=request.all_tasks)
-        print(format_plan(jobs, estimate_seconds(jobs, ResultStore(request.out))))
+        print_plan(request)
         return 0
     require_single_process("probe")
     store = ResultStore(request.out)
-    records = _probe(request, store)
+    records = probe_encoders(request, store)
     if options.json:
         print(dump_json([record.as_json() for record in records]))
     elif records:
         print_main_tables(depth_tables(records), store)
-    report = ("ssl-bench", "report", "--out", escape_braces(str(store.root)))
-    print_message(with_hint(f"records and figures are in {store.root}", hint=report))
+    print_results_folder(store)
     return 0
 
 
@@ -49,66 +36,3 @@ def _print_configs(request: ProbeRequest) -> None:
         task, dataset = planned.task_and_dataset
         config = probing_config(task, dataset, planned.overrides, planned.root)
         print(f"# {task} on {dataset}\n{config_to_yaml(config)}", end="")
-
-
-def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
-    """Check settings, datasets and encoders, then probe one encoder after the other.
-
-    If there are several encoders, all are checked before the first one is probed. Return the
-    records (stored scores) of all encoders.
-    """
-    device = choose_device(request.device)
-    require_layers(request.layers, request.checkpoints)
-    plan = plan_request(request)
-    require_images(plan)
-    require_writable(store.root)
-    uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
-    named = expand_addresses(request.checkpoints)
-    can_skip_task = request.all_tasks and len(plan) > 1
-    can_skip = {uri: can_skip_task or (is_baseline(uri) and uri not in named) for uri in uris}
-    # Check all encoders before the first one is probed.
-    for uri in uris if len(uris) > 1 else []:
-        encoder = identify_encoder(uri)
-        resolve_layers(layers_of_encoder(uri, request.layers), encoder.depth)
-        _check_encoder(plan, encoder, skip_unsupported=can_skip[uri])
-    records, features = list[Record](), FeatureCache()
-    for uri in uris:
-        encoder = load_and_log(uri)
-        _check_encoder(plan, encoder, skip_unsupported=can_skip[uri])
-        # Create the folder after all checks, so that a wrong command leaves no empty folder.
-        ResultStore.create(store.root)
-        records += evaluate(
-            plan,
-            encoder,
-            store,
-            layers=layers_of_encoder(uri, request.layers),
-            device=device,
-            overwrite=request.overwrite,
-            skip_unsupported=can_skip[uri],
-            allow_none=is_baseline(uri) and uri not in named,
-            features=features,
-        )
-    return records
-
-
-def _check_encoder(
-    plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity, *, skip_unsupported: bool
-) -> None:
-    """Check that all probes can score an encoder, before the first one runs.
-
-    Args:
-        plan: The probes.
-        encoder: The encoder.
-        skip_unsupported: Whether to check only the image sizes that the user set, because
-            unsupported probes are left out later.
-
-    Raises:
-        ConfigurationError: The encoder does not accept an image size that the user set.
-        UnsupportedEncoderError: A probe cannot score the encoder, and `skip_unsupported` is False.
-    """
-    for planned in plan:
-        try:
-            planned.adapt_to(encoder)
-        except UnsupportedEncoderError:
-            if not skip_unsupported:
-                raise

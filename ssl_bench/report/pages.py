@@ -47,7 +47,8 @@ from ssl_bench.report.pictures import (
 from ssl_bench.report.runs import TrainingCurves, draw_runs
 from ssl_bench.report.trends import PanelTrends, draw_severities, find_epoch_trends
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.output import format_duration, safe_file_name
+from ssl_bench.system.output import safe_file_name
+from ssl_bench.tables.card import COST_NOTE, list_evaluations
 from ssl_bench.tables.comparison import code_warning, difference_footnotes
 from ssl_bench.tables.entries import explain_dagger, format_footnote, image_size_note
 from ssl_bench.tables.published import PublishedValue, find_published_values
@@ -342,9 +343,18 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         ],
         "classes_of_one_seed": has_seeds and bool(classes),
         "classes": classes,
-        "runs": _list_evaluations(
-            report.store, [r for r in report.records if r.encoder_id == checkpoint.encoder_id]
-        ),
+        "evaluations": [
+            {
+                "evaluation": evaluation,
+                "costs": evaluation.cost_texts(),
+                "footnote": format_footnote(evaluation.records),
+                "settings": sorted(evaluation.records[0].settings.items()),
+            }
+            for evaluation in list_evaluations(
+                report.store, [r for r in report.records if r.encoder_id == checkpoint.encoder_id]
+            )
+        ],
+        "cost_note": COST_NOTE,
     }
 
 
@@ -378,42 +388,6 @@ def _build_class_tables(lines: Sequence[tuple[ScorePanel, ScoreLine]]) -> list[d
             "num_absent": len(rows) - len(present),
         }
     return list(tables.values())
-
-
-def _list_evaluations(store: ResultStore, records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the distinct settings with which the records (stored scores) were computed.
-
-    Returns:
-        Dictionaries with the keys "title" (task, dataset and preset), "footnote" (how the scores
-        were computed), "fingerprint" (digest of the scored images), "settings" (names and values),
-        "num_images" (scored and training images), "seconds", "time" (the seconds as text) and
-        "rate" (images per second). If the number is unknown, "num_images" and "rate" are None.
-    """
-    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for record in records:
-        title = (
-            f"{record.task} on {record.dataset} {record.split}, protocol {record.protocol_label}"
-        )
-        settings = (record.dataset_fingerprint, sorted(record.settings.items()))
-        groups[title, repr(settings)].append(record)
-    runs = []
-    for (title, _), members in sorted(groups.items()):
-        slowest = max(members, key=lambda record: record.seconds)
-        num_images, seconds = store.count_images(slowest), slowest.seconds
-        rate = num_images / seconds if num_images and seconds else None
-        runs.append(
-            {
-                "title": title,
-                "footnote": format_footnote(members),
-                "fingerprint": members[0].dataset_fingerprint,
-                "settings": [(n, str(value)) for n, value in sorted(members[0].settings.items())],
-                "num_images": num_images,
-                "seconds": seconds,
-                "time": format_duration(seconds),
-                "rate": None if rate is None else f"{rate:.3g}",
-            }
-        )
-    return runs
 
 
 def build_pair_page(report: Report, pair: Pair, compared: Sequence[PanelComparison]) -> Page:

@@ -300,13 +300,16 @@ class Record(ResultKey):
         details: Further output of the probe, such as the IoU of each class.
         unit: "%", or "" for a plain number.
         changed: The settings that differ from those of the protocol, which is a preset of settings.
+        peak_memory: Peak memory use in bytes, from the start of the probe until this result was
+            computed: the memory of tensors on a GPU, or the resident memory of the process on a
+            CPU. None if it is unknown.
         per_image_kind: Kind of the per-image values, one of `PerImageKind`, or None without such
             values.
         per_image_sha256: Digest of the file of per-image values, or None if there is no such file.
         record_sha256: Digest of all other fields in the record's file. The digest is stored in the
             same file, and verified when the file is read.
 
-    The last three fields are None if an older version wrote the record.
+    The last four fields are None if an older version wrote the record.
     """
 
     depth: int
@@ -323,6 +326,7 @@ class Record(ResultKey):
     details: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "%"
     changed: Mapping[str, Any] = field(default_factory=dict)
+    peak_memory: int | None = None
     per_image_kind: str | None = None
     per_image_sha256: str | None = field(default=None, repr=False, compare=False)
     record_sha256: str | None = field(default=None, repr=False, compare=False)

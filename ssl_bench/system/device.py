@@ -110,8 +110,20 @@ def describe_device(device: torch.device) -> str:
     return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Set the peak memory use of this process to its present memory use.
+
+    If the operating system does not allow this, the peak for the CPU stays as it is.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory use of this process in bytes so far, or None if it is unknown.
+    """Return the peak memory use in bytes since `reset_peak_memory`, or None if it is unknown.
 
     For a GPU, the result is the memory of tensors on the GPU. For the CPU, the result is the
     resident memory of the process, which is only known on Linux.

@@ -138,6 +138,12 @@ def format_size(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 0.1):.1f} MB"
 
 
+def format_memory(num_bytes: int) -> str:
+    """Format an amount of memory as "0.35 GiB" or "12 GiB"."""
+    gib = num_bytes / 2**30
+    return f"{gib:.0f} GiB" if gib >= 10 else f"{gib:.2g} GiB"
+
+
 # Escape untrusted text.
 
 _LATEX = {

@@ -31,7 +31,10 @@ from ssl_bench.tables.tasks import task_texts
 K = TypeVar("K", bound=Hashable)
 MEASUREMENT_FIELDS = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 """Fields of a record (a stored score) that state what was measured."""
-_PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
+_PROVENANCE = (
+    *("num_images", "version", "git_commit", "torch", "device", "seconds", "peak_memory"),
+    "created",
+)
 
 
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:

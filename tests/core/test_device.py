@@ -1,6 +1,7 @@
 """Test how the suite chooses and configures a GPU or CPU."""
 
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from ssl_bench.system.device import (
     choose_device,
     describe_device,
     free_gpu_memory,
+    peak_memory,
+    reset_peak_memory,
 )
 from ssl_bench.system.process import (
     count_usable_cores,
@@ -229,6 +232,23 @@ def test_bfloat16_is_computed_in_float32_on_older_cpus(processor):
     assert autocast_dtype(CPU, BFLOAT16) == expected
     assert autocast_dtype(CPU, torch.float16) == torch.float16
     assert autocast_dtype(torch.device("cuda"), BFLOAT16) == BFLOAT16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/clear_refs")
+def test_peak_memory_includes_only_the_time_since_the_reset():
+    def use_memory(mib: int) -> None:
+        with mmap.mmap(-1, mib << 20) as memory:
+            memory.write(b"x" * (mib << 20))
+
+    use_memory(300)
+    reset_peak_memory(torch.device("cpu"))
+    before = peak_memory(torch.device("cpu"))
+    use_memory(100)
+    after = peak_memory(torch.device("cpu"))
+
+    assert before is not None
+    assert after is not None
+    assert 90 << 20 < after - before < 290 << 20
 
 
 def test_memory_that_torch_caches_counts_as_free(monkeypatch):

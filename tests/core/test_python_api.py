@@ -193,7 +193,7 @@ def test_python_and_the_command_line_build_the_same_request(tmp_path, monkeypatc
         requests.append(request)
         raise DataError("kept")
 
-    for module in ("ssl_bench.api", "ssl_bench.cli.probe"):
+    for module in ("ssl_bench.api", "ssl_bench.cli.probing"):
         monkeypatch.setattr(f"{module}.plan_request", keep)
     words = ["--task", "pca,knn", "--dataset", "folder,toy", "--data-root", f"folder={tmp_path}"]
     words += ["--layer", "0,-1", "--out", "there", "--device", "cpu", "--on-bad-image", "skip"]

@@ -54,7 +54,7 @@ SCORED = {
 # Methods that read settings, but do not compute results with them.
 CHECKS = {"settings", "__post_init__", "__eq__", "__hash__", "__repr__"}
 # Fields of a record that describe the run and not the result.
-RUN_FIELDS = ("created", "seconds")
+RUN_FIELDS = ("created", "seconds", "peak_memory")
 supporting_datasets = cache(find_datasets)
 
 

@@ -234,7 +234,7 @@ def test_published_values_are_shown_with_their_differences(tmp_path, dataset, is
     assert any(attrs.get("class") == "level" for _, attrs in page.elements) == is_whole
 
 
-def test_a_checkpoint_page_states_time_and_speed_of_each_evaluation(tmp_path):
+def test_a_checkpoint_page_states_the_cost_of_each_evaluation(tmp_path):
     store, scored = ResultStore(tmp_path), "f0" * 32
     trained_on = {"split": "train", "fingerprint": "0f" * 32, "num_images": 30}
     store.save_image_ids(scored, [f"image{number}" for number in range(10)])
@@ -242,14 +242,14 @@ def test_a_checkpoint_page_states_time_and_speed_of_each_evaluation(tmp_path):
     for layer, seconds in ((0, 50.0), (1, 200.0)):
         settings = {"dataset_fingerprint": scored, "settings": {"trained_on": trained_on}}
         store.save(build_record(task="knn", layer=layer, seconds=seconds, **settings))
-    store.save(build_record(seconds=30.0))
+    store.save(build_record(seconds=30.0, peak_memory=3 * 2**30))
     write_report(tmp_path)
 
     (page,) = (tmp_path / "report").glob("checkpoint-*.html")
-    row = r"<th[^>]*>(knn|tokencut) on.*?<td>(.*?)</td><td[^>]*>(.*?)</td><td>(.*?)</td>"
+    row = r"<th[^>]*>(knn|tokencut) on[^<]*?(?:, (\d+) images)?</th>" + 3 * "<td[^>]*>(.*?)</td>"
     assert re.findall(row, page.read_text().replace("<wbr>", "")) == [
-        ("knn", "40", "3 min", "0.2"),
-        ("tokencut", "", "30 s", ""),
+        ("knn", "40", "3 min", "0.2", ""),
+        ("tokencut", "", "30 s", "", "3 GiB"),
     ]
 
 

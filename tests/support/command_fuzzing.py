@@ -62,7 +62,7 @@ STRANGE_KEYS = (
 )
 # Relative frequency of each command.
 WEIGHTS = {
-    **{"probe": 16, "sweep": 6, "pretrain": 16, "features": 5, "table": 3, "compare": 2},
+    **{"probe": 16, "card": 2, "sweep": 6, "pretrain": 16, "features": 5, "table": 3, "compare": 2},
     **{"report": 1, "models": 3, "data": 4, "keys": 2, "reproduce": 1, "doctor": 0.2},
     **{"completion": 0.2, "quickstart": 0.2},
 }
@@ -186,7 +186,7 @@ class Draw:
             optimizer = self.rng.choice(choices("optimizer"))
             small = [*chosen, f"optimizer={self.word(optimizer)}", *OBJECTIVES[objective]]
             small += ["train.max_steps=2", "--out", f"runs/{self.rng.randrange(10**9)}"]
-        elif name in ("probe", "sweep"):
+        elif name in ("probe", "card", "sweep"):
             small = ["dataset.num_train=3", "dataset.num_val=2"] * (self.rng.random() < 0.7)
             small += ["probe.image_size=32"] * (self.rng.random() < 0.5)
         keys = [*list_keys(compose_config(root, chosen)), *self.rng.choices(STRANGE_KEYS, k=2)]
