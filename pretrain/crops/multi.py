@@ -33,6 +33,7 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
+from ssl_bench.system.device import upload
 
 # Number of random numbers for the augmentation of a view. Its box needs further random numbers.
 _AUGMENTATION_NUMBERS = 14
@@ -223,7 +224,7 @@ class MultiCrop(ViewMaker):
         """Augment and normalise crops on the device. Return one tensor for each crop size."""
         return tuple(
             augment(
-                group.pixels.to(device, non_blocking=True),
+                upload(group.pixels, device),
                 group.params,
                 solarize_threshold=self.solarize_threshold / 255,
                 normalization=normalization,
@@ -239,8 +240,7 @@ def _flatten_views(values: Shaped[np.ndarray, "views images ..."]) -> Tensor:
 
 def _copy_group(group: CropGroup, device: torch.device) -> CropGroup:
     """Return a copy of a group, with its pixels on the device and its parameters in CPU memory."""
-    # A copy of pinned pixels does not wait for the device.
-    pixels = group.pixels.to(device, non_blocking=True, copy=True)
+    pixels = upload(group.pixels, device, copy=True)
     return CropGroup(pixels, group.params.map(Tensor.clone))
 
 

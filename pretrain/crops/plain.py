@@ -16,6 +16,7 @@ from ssl_bench.composition.fields import Fraction, FractionRange, PositiveRange,
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
+from ssl_bench.system.device import upload
 
 # Number of random sizes that are tried until a box fits into the image.
 _ATTEMPTS = 10
@@ -62,7 +63,7 @@ class ViewMaker(ABC):
         The joined result equals the result of a single call of `cut` for all samples. Each result
         is copied as soon as it arrives, so that the shared memory of the data worker is freed.
         """
-        return torch.cat([chunk.to(device, non_blocking=True, copy=True) for chunk in chunks])
+        return torch.cat([upload(chunk, device, copy=True) for chunk in chunks])
 
     @abstractmethod
     def augment_on_device(
@@ -124,7 +125,7 @@ class PlainCrop(ViewMaker):
         normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images]:
         """Return the normalised crops on the device."""
-        return (normalise(micro_batch.to(device, non_blocking=True).float() / 255, normalization),)
+        return (normalise(upload(micro_batch, device).float() / 255, normalization),)
 
 
 def check_ranges(**ranges: Sequence[float]) -> None:

@@ -23,7 +23,7 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_NORMALIZATION, Normalization
-from ssl_bench.system.device import to_device
+from ssl_bench.system.device import to_device, upload
 
 Edges = Int64[np.ndarray, " 4"]
 """Top, bottom, left and right edge of a rectangle in pixels. Edges may lie outside the image.
@@ -267,9 +267,8 @@ class SingleCrop(ViewMaker):
         """
         copies = []
         for chunk in chunks:
-            # Copies of pinned pixels and labels do not wait for the device.
-            far = {
-                n: getattr(chunk, n).to(device, non_blocking=True, copy=True) for n in _ON_DEVICE
+            far: dict[str, Any] = {
+                n: upload(getattr(chunk, n), device, copy=True) for n in _ON_DEVICE
             }
             near = {n: getattr(chunk, n).clone() for n in _ON_CPU}
             copies.append(replace(chunk, **far, **near))
@@ -291,7 +290,7 @@ class SingleCrop(ViewMaker):
             own class. If images are mixed in pairs, the class of the other image has the remaining
             weight. Without mixing, the returned scalar is 1.
         """
-        images = micro_batch.pixels.to(device, non_blocking=True).float().div_(255)
+        images = upload(micro_batch.pixels, device).float().div_(255)
         if self.color_jitter:
             apply_jitters(
                 images,
@@ -306,7 +305,7 @@ class SingleCrop(ViewMaker):
         erase(images, micro_batch.erased, micro_batch.noise_seed)
         mix(images, micro_batch.mixture)
         lam = torch.full((), micro_batch.mixture.lam, device=device)
-        return images, micro_batch.labels.to(device, non_blocking=True), lam
+        return images, upload(micro_batch.labels, device), lam
 
 
 def compute_argument(name: str, level: float, *, negate: bool) -> int | float:

@@ -35,8 +35,9 @@ from ssl_bench.system.device import disable_autocast
 # this distance of ln(out_dim). The unit is ln(out_dim).
 _COLLAPSE_MARGIN = 0.005
 # Number of prototypes whose logits are computed at once. On a CPU, these logits fit into the
-# caches. On a GPU, the kernels are large enough to hide the cost of launching them.
-_CHUNK = {"cpu": 2_048, "cuda": 8_192}
+# caches. On a GPU, a few large kernels take less time to launch than many small ones. For 256
+# images with ten crops, logits and gradient of a chunk need 2 GB, a small part of the activations.
+_CHUNK = {"cpu": 2_048, "cuda": 32_768}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, StateSpaceConfig, StateSpaceModel, build_encoder
 from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
-from ssl_bench.system.device import to_float64
+from ssl_bench.system.device import to_float64, upload
 
 # Number of tokens besides the letters: `|` and `.`.
 NUM_MARKS = 2
@@ -181,7 +181,7 @@ class StringMaker(ViewMaker):
     ) -> tuple[Rows]:
         """Return one tensor on the device, with a row of tokens for each string."""
         del normalization
-        return (make_rows(micro_batch.to(device, non_blocking=True), self.letters),)
+        return (make_rows(upload(micro_batch, device), self.letters),)
 
 
 @dataclass(frozen=True)

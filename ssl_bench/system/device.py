@@ -5,6 +5,7 @@ import platform
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,32 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
+    """Copy a tensor to a device. A GPU copies pinned memory while it still computes earlier work.
+
+    Work that is queued on the GPU after this function waits for the copy.
+
+    Args:
+        tensor: A tensor, in pinned memory if it is large.
+        device: The target device.
+        copy: Whether to return a copy even if the tensor is already on the device.
+    """
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device, copy=copy)
+    copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copying):
+        copied = tensor.to(device, non_blocking=True)
+    computing.wait_stream(copying)
+    # The memory of the copy must not be reused before the computations that read it.
+    copied.record_stream(computing)
+    return copied
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

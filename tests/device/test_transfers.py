@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import ssl_bench
-from ssl_bench.system.device import to_device, to_host
+from ssl_bench.system.device import to_device, to_host, upload
 from tests.support import own_module
 from tests.support.simulated_cuda import LEDGER, is_simulated
 
@@ -25,6 +25,19 @@ def test_a_tensor_may_be_changed_right_after_its_copy_starts():
     assert copied.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert not counts.waits
     assert not counts.uploads
+
+
+def test_pinned_memory_is_copied_beside_earlier_computations():
+    values = torch.arange(6.0).pin_memory()
+    with LEDGER.counting() as counts:
+        copied = upload(values, CUDA)
+        doubled = 2 * copied
+        same = upload(copied, CUDA)
+    assert doubled.tolist() == [0, 2, 4, 6, 8, 10]
+    assert same is copied
+    assert not counts.waits
+    assert not counts.uploads
+    assert counts.early_uploads.total() == (1 if is_simulated() else 0)
 
 
 def test_copying_many_tensors_to_the_host_waits_once():

@@ -121,6 +121,11 @@ class Ledger:
     uploads: Counter[str] = field(default_factory=Counter)
     # Non-blocking copies to the device from pinned memory.
     pinned_uploads: Counter[str] = field(default_factory=Counter)
+    # Copies to the device in another stream than that of the computations.
+    early_uploads: Counter[str] = field(default_factory=Counter)
+    # Unfinished copies of this kind, as pairs (target, values).
+    pending_uploads: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
+    is_uploading_early: bool = False
     # Unfinished copies to pinned memory, as pairs (target, values).
     pending_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
@@ -139,6 +144,28 @@ class Ledger:
             target.copy_(source)
         self.pending_copies.clear()
 
+    @contextmanager
+    def uploading_early(self) -> Iterator[None]:
+        """Delay the copies to the device inside a `with` block until a stream waits for them."""
+        self.is_uploading_early = True
+        try:
+            yield
+        finally:
+            self.is_uploading_early = False
+
+    def upload_early(self, target: Tensor) -> None:
+        """Delay a copy. `target` has wrong values until a stream waits for the copy."""
+        self.early_uploads[call_site()] += 1
+        self.pending_uploads.append((target, target.clone()))
+        target.copy_(_corrupt(target))
+
+    def complete_early_uploads(self) -> None:
+        # This copy was counted when it started.
+        with torch._C._DisableTorchDispatch():
+            for target, values in self.pending_uploads:
+                target.copy_(values)
+        self.pending_uploads.clear()
+
     def count_upload(self, what: str, *, pinned: bool, waits: bool) -> None:
         """Count a copy from the CPU to the simulated GPU."""
         uploads = self.pinned_uploads if pinned and not waits else self.uploads
@@ -147,7 +174,8 @@ class Ledger:
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
         """Count only the operations inside a `with` block."""
-        names, counts = ("launches", "waits", "uploads", "pinned_uploads"), Ledger()
+        names = ("launches", "waits", "uploads", "pinned_uploads", "early_uploads")
+        counts = Ledger()
         before = {name: getattr(self, name).copy() for name in names}
         yield counts
         for name in names:
@@ -287,6 +315,8 @@ def move(
     result = tensor.to(dtype=dtype or tensor.dtype, copy=copy or crosses, **options)
     if not crosses:
         return result
+    if LEDGER.is_uploading_early:
+        LEDGER.upload_early(result)
     if result.requires_grad:
         # The gradient must be in the place of the original tensor.
         result.register_hook(lambda gradient: record_place(gradient.clone(), before))

@@ -49,7 +49,12 @@ class Generator(torch.Generator):
 
 
 class Stream:
-    """The only CUDA stream of the simulated device."""
+    """A CUDA stream of the simulated device."""
+
+    def __init__(self, _: Any = None) -> None: ...
+
+    def wait_stream(self, _: "Stream") -> None:
+        LEDGER.complete_early_uploads()
 
     def synchronize(self) -> None:
         LEDGER.count_wait("Stream.synchronize")
@@ -87,6 +92,8 @@ CUDA: dict[str, Any] = {
     "synchronize": lambda *_: LEDGER.count_wait("torch.cuda.synchronize"),
     "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
     "current_stream": lambda *_: Stream(),
+    "Stream": Stream,
+    "stream": lambda _: LEDGER.uploading_early(),
     "Event": CudaEvent,
     **dict.fromkeys(
         ("init", "_lazy_init", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all",
@@ -162,6 +169,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     for name, value in ACCELERATOR.items():
         yield torch.accelerator, name, value
     yield torch, "Generator", Generator
+    yield torch.Tensor, "record_stream", lambda *_: None
     yield torch, "load", patched_load(torch.load)
     yield torch.autocast, "__init__", patched_autocast(torch.autocast.__init__)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
