@@ -36,8 +36,8 @@ from ssl_bench.system.device import disable_autocast
 _COLLAPSE_MARGIN = 0.005
 # Number of prototypes whose logits are computed at once. On a CPU, these logits fit into the
 # caches. On a GPU, a few large kernels take less time to launch than many small ones. For 256
-# images with ten crops, logits and gradient of a chunk need 2 GB, a small part of the activations.
-_CHUNK = {"cpu": 2_048, "cuda": 32_768}
+# images with ten crops, the logits and their gradient need 1 GB, and all activations 30 GB.
+_CHUNK = {"cpu": 2_048, "cuda": 65_536}
 
 
 @dataclass(frozen=True)
