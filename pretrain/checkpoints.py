@@ -339,7 +339,8 @@ def prepare_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
         folder: The run folder.
         resume: Whether the run in the folder is continued. The files of a continued run are kept,
             even if `overwrite` is true.
-        overwrite: Whether the files of the previous run are deleted. All other files in the folder
+        overwrite: Whether the checkpoints, log and configuration of the previous run are deleted.
+            All other files in the folder
             are kept, including the folders of TensorBoard and Weights & Biases.
 
     Raises:

@@ -214,7 +214,7 @@ class TrainOptions:
             not finite.
         collapse_patience: Stop after this number of consecutive steps whose metrics show that the
             run does not learn, for example because of a collapsed teacher. Steps of the warm-up and
-            steps with a loss that is not finite are ignored.
+            steps with a loss or gradient that is not finite are ignored.
         tensorboard: Also write the log for TensorBoard (needs the extra `track` of ssl-bench).
         wandb: Weights & Biases project that also receives the log (needs the package `wandb`).
     """

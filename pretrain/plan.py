@@ -175,7 +175,7 @@ class Pretraining:
             DataError: An image cannot be read. The training state is saved.
             Preempted: SIGTERM, SIGHUP or SIGUSR1 was received. The training state is saved.
             KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C during training, the training
-                state is saved. After a second Ctrl-C, only the last checkpoint remains.
+                state is saved. After a second Ctrl-C, only earlier checkpoints remain.
             MachineError: Memory ran out, a file cannot be written, another process was lost, or
                 TensorBoard or Weights & Biases is required and not installed.
         """
@@ -233,7 +233,7 @@ class Pretraining:
         return out / checkpoints.ENCODER
 
     def describe_next_step(self, out: Path) -> str:
-        """Return a line that recommends what to do with the finished run in `out`."""
+        """Return a line that recommends what to do with the encoder of the run in `out`."""
         if isinstance(self.objective, GeneratingObjective):
             return f"test scores: see the last line of {out / checkpoints.LOG}"
         line = f"next: ssl-bench probe --task all --checkpoint {out}"

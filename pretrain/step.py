@@ -109,7 +109,7 @@ class Trainer:
         report["gradient_norm"] = norms.norm()
         found_inf = ~report["gradient_norm"].isfinite()
         self._restore_statistics(statistics, found_inf)
-        # After clipping, as in the official DINO: the norm includes the gradients of frozen layers.
+        # As in the official DINO, the norms include the gradients that are removed here.
         self.learner.freeze_gradients(step)
         # SOAP and the fused optimizers of torch read these attributes, which are usually set by
         # GradScaler. If `found_inf` is 1, the step changes nothing.

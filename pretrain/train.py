@@ -26,9 +26,9 @@ A run may end before its last step:
 
 If several processes train together, all processes call the same functions in the same order. If a
 single process left the training loop, the other processes would wait for this process forever. A
-process therefore stores an error until all processes call `TrainingRanks.raise_on_all`, which
-raises the error in all processes. The training loop calls `raise_on_all` before each step and after
-the last step.
+process therefore stores an error of reading images, the monitor, the log or a checkpoint until all
+processes call `TrainingRanks.raise_on_all`, which raises the error in all processes. This happens
+before each micro-batch and after the last step. An error of the step itself is raised at once.
 """
 
 import math
@@ -115,9 +115,10 @@ class Run:
         parts = options.accumulation * ranks.world_size
         if options.resolved_batch_size % parts:
             next_multiple = math.ceil(options.resolved_batch_size / parts) * parts
+            processes = f" x {ranks.world_size} processes" if ranks.world_size > 1 else ""
             raise ConfigurationError(
                 f"train.batch_size must be a multiple of {parts} (train.accumulation="
-                f"{options.accumulation} x {ranks.world_size} processes), got {options.batch_size}",
+                f"{options.accumulation}{processes}), got {options.batch_size}",
                 hint=(f"train.batch_size={next_multiple}",),
             )
         skips_unreadable = plan.data.on_bad_image == "skip"
@@ -219,7 +220,7 @@ class Run:
             Preempted: A process received a signal other than Ctrl-C before the last step. The
                 training state is saved.
             KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C, the training state is saved.
-                After a second Ctrl-C, only the last checkpoint remains.
+                After a second Ctrl-C, only earlier checkpoints remain.
             SslBenchError: An error has occurred in this process or in another process of the run.
         """
         ranks, progress, total = self.ranks, self.progress, self.timeline.total_steps
@@ -379,10 +380,8 @@ class Run:
         try:
             return self.trainer.take_step(step, views)
         except Exception as error:
-            # An error of the monitor or the log is raised here too, when the next micro-batch is
-            # read.
-            is_of_step = error is not self._error and not isinstance(error, SslBenchError)
-            if not is_of_step:
+            # Reading the next micro-batch also raises errors of the data, the monitor and the log.
+            if error is self._error or isinstance(error, SslBenchError):
                 raise
             if not is_out_of_memory(error):
                 if is_connection_error(error):
@@ -402,7 +401,8 @@ class Run:
     def _postpone_errors(self) -> Generator[None]:
         """Inside a `with` block, store an error of this process instead of raising it.
 
-        All processes raise the stored error together when they read the next micro-batch.
+        All processes raise the stored error together when they read the next micro-batch, or after
+        the last step.
         """
         try:
             yield
@@ -456,7 +456,7 @@ class Run:
             return
         epoch, steps_left = divmod(self.progress.step, self.timeline.steps_per_epoch)
         if steps_left == 0 and self.plan.train.should_keep(epoch):
-            # Read all rows first, because a row may show that the weights have diverged.
+            # Check all rows first, because a row may show that the weights have diverged.
             self.log.write_rows(everything=True)
             self.saver.keep(epoch, *self._copy_encoder(), self.log.say)
 

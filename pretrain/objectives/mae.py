@@ -122,7 +122,8 @@ class MaeLearner(Learner):
         """Compute the mean squared error of the pixels in the hidden patches.
 
         PyTorch's global random generator, which the trainer seeds at each step, selects the patches
-        to hide. The choice of hidden patches may depend on the number of micro-batches in a batch.
+        to hide. The hidden patches of an image may differ if a batch is divided into another number of
+        micro-batches.
 
         Args:
             network: The student network, possibly wrapped for training on several devices.

@@ -32,7 +32,7 @@ from tests.support.colours import Counter
 from tests.support.faults import TINY, encoder_file
 
 TRAIN, VAL = 30, 12
-COST = r"(?P<images>\d+) images in .* s, .* images/s, peak memory so far (?P<gib>[\d.]+) GiB"
+COST = r"(?P<images>\d+) images in .* s, .* images/s, peak memory (?P<gib>[\d.]+) GiB"
 
 
 @pytest.fixture
