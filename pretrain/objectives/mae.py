@@ -122,8 +122,7 @@ class MaeLearner(Learner):
         """Compute the mean squared error of the pixels in the hidden patches.
 
         PyTorch's global random generator, which the trainer seeds at each step, selects the patches
-        to hide. The hidden patches of an image may differ if a batch is divided into another number of
-        micro-batches.
+        to hide. With another number of micro-batches, other patches of an image may be hidden.
 
         Args:
             network: The student network, possibly wrapped for training on several devices.
