@@ -50,9 +50,8 @@ def load_initial_weights(
     if (source.mean, source.std) != normalization:
         mean, std = (f"[{','.join(map(repr, values))}]" for values in (source.mean, source.std))
         raise ConfigurationError(
-            f"init_from={address} expects images that are normalised with another mean and "
-            "standard deviation than in this run. Use the values of the checkpoint, or start from "
-            "another checkpoint",
+            f"init_from={address} expects images that are normalised with a different mean and "
+            "standard deviation. Use the values of the checkpoint, or choose another checkpoint",
             hint=(f"data.mean={mean}", f"data.std={std}"),
         )
     for encoder in encoders:

@@ -5,8 +5,8 @@ releases the lock when the process ends, even if the process is killed. A forked
 inherit the lock, so data workers that outlive a killed run do not keep the folder locked. Child
 processes would inherit a lock by `fcntl.flock`, which the package filelock uses.
 
-No other code may open the lock file, because a process loses a record lock as soon as it closes any
-descriptor of the locked file.
+No other code may open the lock file. A process loses its lock (a POSIX record lock) when it closes
+the file, even if other code of the process has opened and closed it.
 """
 
 import os

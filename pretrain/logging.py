@@ -139,9 +139,9 @@ class StepReporter:
     def _require_learning(self, row: Mapping[str, Any]) -> None:
         """Raise a ConfigurationError if the run has not learned for too many consecutive steps.
 
-        The error is raised after `train.non_finite_patience` consecutive steps whose loss or
-        gradient is not finite. After the warm-up, the error is also raised after
-        `train.collapse_patience` consecutive steps for which `diagnose` returns an error.
+        A run has not learned in a step if its loss or gradient is not finite (for
+        `train.non_finite_patience` steps), or if `diagnose` finds a problem after the warm-up (for
+        `train.collapse_patience` steps).
         """
         options = self._options
         if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):

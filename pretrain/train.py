@@ -512,7 +512,7 @@ class Run:
         return checkpoints.copy_to_host(encoder, tensors), metadata
 
     def _end(self) -> None:
-        """Finish a completed run, or report why the run stops early and how to continue it."""
+        """Finish the run after its last step, or report why it stops early."""
         saved = self._describe_saved()
         if self.progress.step == self.timeline.total_steps:
             if self.saver is not None:

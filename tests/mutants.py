@@ -124,7 +124,7 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def check_mutant(mutant: Mutant, original: Path, passing: set[str]) -> str:
-    """Return the test that failed because of the bug, or SURVIVED, as a text."""
+    """Return a text that names the test that detected the mutant, or says that none did."""
     tree = original.with_name(mutant.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
     try:

@@ -189,8 +189,8 @@ def crop(
     """Cut a box out of an image and resize it to a square with antialiased bicubic interpolation.
 
     PyTorch's kernel for 8-bit images is several times as fast as PIL, and the results differ by at
-    most two grey levels. The three colour values of a pixel stay adjacent in memory, which saves
-    two copies of the image.
+    most two grey levels. The three colour values of a pixel stay adjacent in memory, so that
+    the image need not be copied.
 
     Args:
         image: 8-bit RGB image.

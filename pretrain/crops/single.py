@@ -263,7 +263,8 @@ class SingleCrop(ViewMaker):
     def collate(self, chunks: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
         """Copy the crops of several chunks to the device, and join them to a micro-batch.
 
-        The noise seed and the mixture are those of the first chunk (part of the micro-batch).
+        A chunk is a part of the micro-batch. The noise seed and the parameters of mixup or CutMix
+        are taken from the first chunk.
         """
         copies = []
         for chunk in chunks:

@@ -87,8 +87,8 @@ class Mae(Objective):
         model = require_vit(model, "mae", "other encoders cannot leave out patches")
         if self.gray_decoder and model.graying == "none":
             raise ConfigurationError(
-                "objective.gray_decoder=true adds the encoder's token graying to the decoder, but "
-                "this encoder has none (model.graying=none)",
+                "objective.gray_decoder=true adds the token graying of the encoder to the decoder, "
+                "but the encoder does not use token graying (model.graying=none)",
                 hint=("model.graying=svd", "or", "model.graying=dct"),
             )
         num_patches = model.grid_size**2

@@ -225,7 +225,7 @@ class SOAP(torch.optim.Optimizer):
 class Stack:
     """Parameters of the same shape and step count, with their optimizer states stacked in tensors.
 
-    All parameters of a stack belong to the same parameter group. For each parameter,
+    All stacked parameters belong to the same parameter group. For each parameter,
     `Optimizer.state` contains views of the stacked tensors, from which the stack can be rebuilt.
 
     Attributes:

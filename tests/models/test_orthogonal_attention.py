@@ -54,7 +54,7 @@ def compute_matrices(
 
 
 def attend_naively(attention: OrthogonalAttention, x: Tensor) -> Tensor:
-    """Compute orthogonal attention directly with `torch.linalg.matrix_exp`."""
+    """Compute orthogonal self-attention from its definition, with `torch.linalg.matrix_exp`."""
     # Equations 4 and 5 of "Orthogonal Self-Attention" by Zhang and Martens.
     total = torch.zeros_like(x)
     for head in range(HEADS):

@@ -1,4 +1,4 @@
-"""Test the requirements for every training objective.
+"""Test that every training objective behaves as the trainer expects.
 
 The example objective in docs/extending.md is also tested. New objectives are tested without any
 change to this file. An objective must raise an error for every encoder that it cannot train.

@@ -95,7 +95,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pretrain_two(root: Path) -> Path:
-    """Run DINO and supervised pretraining and return the folder of both runs."""
+    """Run DINO and supervised pretraining, and return the folder that contains both runs."""
     # An epoch of DINO has 3 steps, an epoch of supervised pretraining 2.
     images, runs = class_folders(root / "images"), root / "runs"
     neighbours = ["monitor.knn_epochs=1", "monitor.neighbours=2", f"monitor.root={images}"]
