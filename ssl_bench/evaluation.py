@@ -44,7 +44,7 @@ from ssl_bench.results.record import (
 )
 from ssl_bench.results.store import summarise_problems
 from ssl_bench.shared_features import SharedExtractor, SharedFeatures
-from ssl_bench.system.device import describe_device, peak_memory, reset_peak_memory
+from ssl_bench.system.device import PeakMemory, describe_device
 from ssl_bench.system.files import (
     figures_folder_name,
     figures_folder_prefix,
@@ -533,7 +533,7 @@ class Evaluation:
                     mark_as_output(folder)
             features = self._select_features(features, images, keys[0])
             training = probe.training_images(dataset)
-            num_images = len(images) + (0 if training is None else len(training))
+            num_training = 0 if training is None else len(training)
             context = ProbeContext(
                 encoder=self.encoder,
                 dataset=dataset,
@@ -549,23 +549,24 @@ class Evaluation:
                 known=list(plan.finished.values()),
                 features=features,
                 shared=self._select_shared(
-                    features, images, num_images, keep_features=keep_features
+                    features, images, len(images) + num_training, keep_features=keep_features
                 ),
                 later=list(zip(probes[1:], folders[1:], strict=True)),
             )
             by_score = {(key.layer, key.facet, key.metric): key for key in keys}
-            reset_peak_memory(self.device)
-            start = time.monotonic()
+            memory, start, num_scored = PeakMemory(self.device), time.monotonic(), 0
             for score in chain.from_iterable(map(probe.run, context.stages())):
                 key = by_score[score.layer, score.facet, score.metric]
                 if key in plan.finished:
                     continue
-                seconds = time.monotonic() - start
+                seconds, peak = time.monotonic() - start, memory.read()
                 score = _drop_unusable(score, probe.task, say)
-                records[key] = self._record(key, score, unreadable_ids(dataset), seconds)
+                records[key] = self._record(key, score, unreadable_ids(dataset), seconds, peak)
                 store.save(records[key], score.per_image)
+                num_scored = max(num_scored, score.num_images)
             if (seconds := time.monotonic() - start) >= _MIN_REPORTED_SECONDS:
-                say(self._describe_cost(images, num_images, seconds))
+                num_images = (num_scored or len(images)) + num_training
+                say(self._describe_cost(images, num_images, seconds, memory.read()))
         return [records[key] for key in keys if key in records]
 
     def _plan(
@@ -648,9 +649,10 @@ class Evaluation:
     def _describe(self, images: ImageSet) -> str:
         return f"{display_name(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
 
-    def _describe_cost(self, images: ImageSet, num_images: int, seconds: float) -> str:
+    def _describe_cost(
+        self, images: ImageSet, num_images: int, seconds: float, peak: int | None
+    ) -> str:
         """Return a message about speed and memory, such as "500 images in 40 s, 12.5 images/s"."""
-        peak = peak_memory(self.device)
         memory = f", peak memory {format_memory(peak)}" if peak is not None else ""
         return (
             f"{self._describe(images)}: {num_images:,} images in {format_duration(seconds)}, "
@@ -658,7 +660,12 @@ class Evaluation:
         )
 
     def _record(
-        self, key: ResultKey, score: Score, unreadable: dict[str, list[str]], seconds: float
+        self,
+        key: ResultKey,
+        score: Score,
+        unreadable: dict[str, list[str]],
+        seconds: float,
+        peak_memory: int | None,
     ) -> Record:
         details = {**score.details}
         # If the settings leave the image size to the encoder, the details state it in pixels.
@@ -680,7 +687,7 @@ class Evaluation:
             unit=score.unit,
             per_image_kind=score.per_image_kind,
             changed=changed_settings(self.probe) if self.changed is None else self.changed,
-            peak_memory=peak_memory(self.device),
+            peak_memory=peak_memory,
             **provenance_fields(describe_device(self.device), seconds),
         )
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ssl_bench.cli.probing import print_plan, print_results_folder, probe_encoders
+from ssl_bench.cli.probing import print_preview, print_results_folder, probe_encoders
 from ssl_bench.cli.records import print_tables, resolve_format
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultStore
@@ -11,10 +11,9 @@ from ssl_bench.tables.card import build_cards
 
 
 def command(options: argparse.Namespace, request: ProbeRequest) -> int:
-    """Run all probes that the data support, and print a card for each encoder."""
+    """Run all requested probes that the data support, and print a card for each encoder."""
     style = resolve_format(options.format)
-    if options.dry_run:
-        print_plan(request)
+    if print_preview(options, request):
         return 0
     require_single_process("card")
     store = ResultStore(request.out)

@@ -55,8 +55,8 @@ Run `ssl-bench keys` to list all keys, or `ssl-bench keys probe.tokencut` to lis
 probe with their ranges and defaults.
 """
 COMMANDS_WITH_OVERRIDES = (
-    *("probe", "card", "features", "sweep", "pretrain", "reproduce", "data", "keys"),
-)
+    "probe", "card", "features", "sweep", "pretrain", "reproduce", "data", "keys",
+)  # fmt: skip
 _KEY_VALUE = """\
 Use KEY=VALUE (e.g. {}) for options without a flag.
 Run `ssl-bench keys {}` to list all keys.
@@ -73,7 +73,7 @@ _PROBING_KEYS = {"limit": "data.limit", "seed": "seed"}
 KEY_OF_FLAG: Mapping[str, Mapping[str, str]] = {
     "features": {"limit": "data.limit"},
     "probe": _PROBING_KEYS | {"pictures": "probe.panels"},
-    "card": _PROBING_KEYS,
+    "card": _PROBING_KEYS | {"pictures": "probe.panels"},
     "sweep": _PROBING_KEYS,
     "pretrain": {
         "limit": "data.limit",
@@ -323,19 +323,15 @@ def _add_probe(parser: _Parser) -> None:
     task = "tasks such as tokencut, segmentation or knn, separated by commas, or all"
     add("--task", required=True, help=task)
     _add_probing(parser)
-    pictures = "number of example figures to draw, 0 for none (short for probe.panels=N)"
-    add("--pictures", type=int, metavar="N", help=pictures)
-    parser.add_switch("--overwrite", "compute results again that are already stored")
-    _add_previews(parser)
+    _add_run(parser)
     parser.add_switch("--json", "print the records as JSON instead of tables")
 
 
 def _add_card(parser: _Parser) -> None:
-    parser.set_defaults(task="all")
+    parser.add_argument("--task", default="all", help=_TASKS_HELP)
     _add_probing(parser)
-    parser.add_switch("--overwrite", "compute results again that are already stored")
+    _add_run(parser)
     parser.add_argument("--format", help=_FORMATS)
-    parser.add_switch("--dry-run", "print the evaluations with estimated times and stop")
 
 
 def _add_features(parser: _Parser) -> None:
@@ -567,6 +563,14 @@ def _add_probing(parser: _Parser) -> None:
     add("--device", help=_DEVICE)
     add("--on-bad-image", metavar="fail|skip", help=_BAD_IMAGE)
     _add_short_forms(parser)
+
+
+def _add_run(parser: _Parser) -> None:
+    """Add the flags that `probe` and `card` share."""
+    pictures = "number of example figures to draw, 0 for none (short for probe.panels=N)"
+    parser.add_argument("--pictures", type=int, metavar="N", help=pictures)
+    parser.add_switch("--overwrite", "compute results again that are already stored")
+    _add_previews(parser)
 
 
 def _add_short_forms(parser: _Parser, *, seed: str = "seed", batch: str = _BATCH) -> None:

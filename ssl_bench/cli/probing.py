@@ -1,7 +1,9 @@
 """Run the probes of a request, or print what would be run."""
 
+import argparse
 from collections.abc import Sequence
 
+from ssl_bench.composition.compose import config_to_yaml
 from ssl_bench.errors import UnsupportedEncoderError, escape_braces, with_hint
 from ssl_bench.evaluation import FeatureCache
 from ssl_bench.layers import resolve_layers
@@ -9,20 +11,27 @@ from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand_addresses, is_baseline, layers_of_encoder
 from ssl_bench.models.loading.load import encoder_addresses, load_and_log, require_layers
 from ssl_bench.planning import PlannedProbe, evaluate, plan_request, require_images
-from ssl_bench.request import ProbeRequest
+from ssl_bench.request import ProbeRequest, probing_config
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import require_writable
 from ssl_bench.system.output import print_message
 
 
-def print_plan(request: ProbeRequest) -> None:
-    """Print the evaluations that a request needs, with estimated times."""
-    from ssl_bench.estimates import estimate_seconds
-    from ssl_bench.sweep import format_plan, plan_sweep
+def print_preview(options: argparse.Namespace, request: ProbeRequest) -> bool:
+    """Print what `--print-config` or `--dry-run` requests. Return False without these flags."""
+    if options.print_config:
+        for planned in plan_request(request):
+            task, dataset = planned.task_and_dataset
+            config = probing_config(task, dataset, planned.overrides, planned.root)
+            print(f"# {task} on {dataset}\n{config_to_yaml(config)}", end="")
+    elif options.dry_run:
+        from ssl_bench.estimates import estimate_seconds
+        from ssl_bench.sweep import format_plan, plan_sweep
 
-    jobs = plan_sweep(request, skip_unsupported=request.all_tasks)
-    print(format_plan(jobs, estimate_seconds(jobs, ResultStore(request.out))))
+        jobs = plan_sweep(request, skip_unsupported=request.all_tasks)
+        print(format_plan(jobs, estimate_seconds(jobs, ResultStore(request.out))))
+    return options.print_config or options.dry_run
 
 
 def print_results_folder(store: ResultStore) -> None:

@@ -25,24 +25,26 @@ _MISMATCH = "does not match its record, or is a symbolic link"
 
 
 def print_tables(tables: Sequence[Table], style: str) -> None:
-    """Print tables to stdout. `style` is their format, one of `FORMATS`.
-
-    Raises:
-        ConfigurationError: Parquet, a binary format, would be printed to a terminal.
-    """
+    """Print tables to stdout. `style` is their format, as `resolve_format` returns it."""
     if style == "parquet":
-        if sys.stdout.isatty():
-            raise ConfigurationError(
-                "Parquet cannot be printed to a terminal. Redirect it: > results.parquet"
-            )
         sys.stdout.buffer.write(as_parquet(tables))
         return
     print(render_tables(tables, style), end="" if style in ("csv", "json") else "\n")
 
 
 def resolve_format(name: str | None) -> str:
-    """Return the output format `name` after checking it, or the default format if it is None."""
-    return default_format() if name is None else require_choice("format", name, FORMATS)
+    """Return the output format `name` after checking it, or the default format if it is None.
+
+    Raises:
+        ConfigurationError: The format is unknown, or Parquet, a binary format, would be printed to
+            a terminal.
+    """
+    style = default_format() if name is None else require_choice("format", name, FORMATS)
+    if style == "parquet" and sys.stdout.isatty():
+        raise ConfigurationError(
+            "Parquet cannot be printed to a terminal. Redirect it: > results.parquet"
+        )
+    return style
 
 
 def load_selected_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:

@@ -351,7 +351,7 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
                 "settings": sorted(evaluation.records[0].settings.items()),
             }
             for evaluation in list_evaluations(
-                report.store, [r for r in report.records if r.encoder_id == checkpoint.encoder_id]
+                [r for r in report.records if r.encoder_id == checkpoint.encoder_id]
             )
         ],
         "cost_note": COST_NOTE,

@@ -4,7 +4,7 @@ import os
 import platform
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.system.process import get_process_info
+from ssl_bench.system.process import get_process_info, return_freed_memory
 
 # Mask of the bits that hold the exponent of a float32.
 _EXPONENT_BITS = 0x7F800000
@@ -111,30 +111,32 @@ def describe_device(device: torch.device) -> str:
     return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Set the peak memory use of this process to its present memory use.
+class PeakMemory:
+    """Measurement of the peak memory use of this process, which starts with the constructor.
 
-    If the operating system does not allow this, the peak for the CPU stays as it is.
+    For a GPU, the memory of tensors on the GPU is measured. For the CPU, the resident memory of the
+    process is measured, which is only possible on Linux.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with suppress(OSError):
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._can_read = device, True
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        return_freed_memory()
+        try:
             Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self._can_read = False
 
-
-def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory use in bytes since `reset_peak_memory`, or None if it is unknown.
-
-    For a GPU, the result is the memory of tensors on the GPU. For the CPU, the result is the
-    resident memory of the process, which is only known on Linux.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    with suppress(OSError, StopIteration, ValueError):
+    def read(self) -> int | None:
+        """Return the peak memory use in bytes so far, or None if it is unknown."""
+        if not self._can_read:
+            return None
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
-    return None
 
 
 def free_gpu_memory(device: torch.device) -> int:
@@ -155,18 +157,21 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def upload(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
-    """Copy a tensor to a device. A GPU copies pinned memory while it still computes earlier work.
+    """Copy a tensor to a device, while a GPU still computes earlier work.
 
-    Work that is queued on the GPU after this function waits for the copy.
+    The GPU copies the tensor in a separate stream. Work that is queued after this function waits
+    for the copy.
 
     Args:
-        tensor: A tensor, in pinned memory if it is large.
+        tensor: A tensor. If it is not in pinned memory, use `to_device`, because the CPU would wait
+            for the copy.
         device: The target device.
         copy: Whether to return a copy even if the tensor is already on the device.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device, copy=copy)
-    copying, computing = _copy_stream(device), torch.cuda.current_stream(device)
+    computing = torch.cuda.current_stream(device)
+    copying = _copy_stream(torch.cuda.current_device() if device.index is None else device.index)
     with torch.cuda.stream(copying):
         copied = tensor.to(device, non_blocking=True)
     computing.wait_stream(copying)
@@ -176,8 +181,8 @@ def upload(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tenso
 
 
 @cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _copy_stream(gpu: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(gpu)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -139,8 +139,10 @@ def format_size(size: int) -> str:
 
 
 def format_memory(num_bytes: int) -> str:
-    """Format an amount of memory as "0.35 GiB" or "12 GiB"."""
+    """Format an amount of memory as "35 MiB", "1.2 GiB" or "12 GiB"."""
     gib = num_bytes / 2**30
+    if gib < 0.1:
+        return f"{num_bytes / 2**20:.2g} MiB"
     return f"{gib:.0f} GiB" if gib >= 10 else f"{gib:.2g} GiB"
 
 

@@ -151,6 +151,13 @@ def keep_freed_memory() -> None:
             library.mallopt(option, num_bytes)
 
 
+def return_freed_memory() -> None:
+    """Return freed memory to the operating system, as far as the C library can do this."""
+    # Other C libraries have no such function.
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 # NumPy, Pillow and Python raise MemoryError if memory runs out. Errors of other libraries can only
 # be recognised by these phrases in the message.
 _OUT_OF_MEMORY_PHRASES = (

@@ -1,12 +1,14 @@
 """Build cards of encoders: the score, time and memory of each evaluation in one table."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from ssl_bench.layers import INNER_FACETS
-from ssl_bench.results import Record, ResultStore
+from ssl_bench.results import Baseline, Record, ResultStore
 from ssl_bench.system.output import format_duration, format_memory
 from ssl_bench.tables.depth import main_metrics
 from ssl_bench.tables.entries import (
@@ -16,8 +18,10 @@ from ssl_bench.tables.entries import (
     describe_provenance,
     explain_dagger,
     metric_notes,
+    metric_with_unit,
     model_names,
     series_as_json,
+    settings_digest,
 )
 from ssl_bench.tables.layer_selection import (
     blocks_text,
@@ -29,9 +33,24 @@ from ssl_bench.tables.sheets import Cell, PrintedTable, Table
 
 COST_NOTE = (
     "The number of images includes training images. An evaluation takes less time if it uses "
-    "features of an earlier one in the same command. Memory is that of tensors on a GPU, or of the "
-    "process on a CPU, including features that are kept for later probes"
+    "features of an earlier one in the same command. Peak memory is that of tensors on a GPU. On a "
+    "CPU, it is that of the whole process, including PyTorch and what earlier probes left in memory"
 )
+_LAST_BLOCK_NOTE = (
+    "‡: the last block, because no block could be chosen: a higher value is not better, per-image "
+    "values are missing, or most images are degenerate at every block"
+)
+# Largest difference of the starts of one run, in seconds. Stored times are cut to whole seconds.
+_MAX_START_DIFFERENCE = 1.5
+
+
+class CostTexts(NamedTuple):
+    """Printed texts of the cost of an evaluation. A text is empty if the value is unknown."""
+
+    num_images: str
+    time: str
+    rate: str
+    memory: str
 
 
 class StoredEvaluation(NamedTuple):
@@ -40,55 +59,75 @@ class StoredEvaluation(NamedTuple):
     Attributes:
         title: The task, dataset and protocol (preset of settings).
         records: The stored scores.
-        num_images: Number of scored images and training images, or None if it is unknown.
-        seconds: Wall-clock time.
+        num_images: Number of scored images and training images.
+        seconds: Wall-clock time from the start of the evaluation until the last of `records`.
         peak_memory: Peak memory use in bytes, or None if it is unknown.
     """
 
     title: str
     records: Sequence[Record]
-    num_images: int | None
+    num_images: int
     seconds: float
     peak_memory: int | None
 
     @property
     def images_per_second(self) -> float | None:
-        return self.num_images / self.seconds if self.num_images and self.seconds else None
+        return self.num_images / self.seconds if self.seconds else None
 
-    def cost_texts(self) -> tuple[str, str, str, str]:
-        """Return the number of images, the time, the images per second and the peak memory."""
+    def cost_texts(self) -> CostTexts:
         rate, memory = self.images_per_second, self.peak_memory
-        return (
-            "" if self.num_images is None else str(self.num_images),
+        return CostTexts(
+            f"{self.num_images:,}",
             format_duration(self.seconds),
             "" if rate is None else f"{rate:.3g}",
             "" if memory is None else format_memory(memory),
         )
 
 
-def list_evaluations(store: ResultStore, records: Sequence[Record]) -> list[StoredEvaluation]:
+def list_evaluations(records: Sequence[Record]) -> list[StoredEvaluation]:
     """Group the records (stored scores) of one encoder by evaluation, sorted by title.
 
     If an evaluation was repeated with other seeds, its cost is that of the slowest seed.
     """
-    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for record in records:
         title = (
             f"{record.task} on {record.dataset} {record.split}, protocol {record.protocol_label}"
         )
-        settings = (record.dataset_fingerprint, sorted(record.settings.items()))
-        groups[title, repr(settings)].append(record)
+        groups[title, record.dataset_fingerprint, settings_digest(record)].append(record)
     evaluations = []
-    for (title, _), members in sorted(groups.items()):
-        # The seconds and the memory of a record count from the start of the evaluation.
-        last = max(members, key=lambda record: record.seconds)
-        peaks = [record.peak_memory for record in members if record.peak_memory is not None]
-        evaluations.append(
-            StoredEvaluation(
-                title, members, store.count_images(last), last.seconds, max(peaks, default=None)
-            )
-        )
+    for (title, *_), members in sorted(groups.items()):
+        seeds = {record.seed for record in members}
+        by_seed = [[record for record in members if record.seed == seed] for seed in sorted(seeds)]
+        slowest = max(by_seed, key=_measure_seconds)
+        trained_on = slowest[0].trained_on
+        num_images = max(record.num_images for record in slowest)
+        num_images += trained_on.num_images if trained_on else 0
+        peaks = [record.peak_memory for record in slowest if record.peak_memory is not None]
+        seconds, memory = _measure_seconds(slowest), max(peaks, default=None)
+        evaluations.append(StoredEvaluation(title, members, num_images, seconds, memory))
     return evaluations
+
+
+def _measure_seconds(records: Sequence[Record]) -> float:
+    """Return the wall-clock time in which the records (stored scores) of an evaluation were made.
+
+    The times of all runs are added, because several runs may have computed different blocks.
+    """
+    total, longest, previous_start = 0.0, 0.0, -math.inf
+    for start, seconds in sorted((_find_start(record), record.seconds) for record in records):
+        if start - previous_start > _MAX_START_DIFFERENCE:
+            total, longest = total + longest, 0.0
+        previous_start, longest = start, max(longest, seconds)
+    return total + longest
+
+
+def _find_start(record: Record) -> float:
+    """Return when the run that computed a record began, in seconds, or 0 if this is unknown."""
+    try:
+        return datetime.fromisoformat(record.created).timestamp() - record.seconds
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,41 +145,50 @@ class Card(Table):
     entries: Sequence[ScoreEntry]
 
     def to_printed_table(self) -> PrintedTable:
-        first, rows = self.evaluations[0].records[0], []
-        for evaluation, entry in zip(self.evaluations, self.entries, strict=True):
-            record = entry.records[0]
-            texts = (
-                f"{record.task}, {record.protocol_label}",
-                f"{record.dataset} {record.split}",
-                f"{record.metric} {record.facet}",
-                f"{entry.text()} {blocks_text(entry)}",
-                *evaluation.cost_texts(),
-            )
-            rows.append(tuple(map(Cell, texts)))
+        first = self.evaluations[0].records[0]
+        rows = list(map(self._row, self.evaluations, self.entries))
         seconds = sum(evaluation.seconds for evaluation in self.evaluations)
         peaks = [e.peak_memory for e in self.evaluations if e.peak_memory is not None]
-        memory = format_memory(max(peaks)) if peaks else ""
-        total = ("total", "", "", "", "", format_duration(seconds), "", memory)
+        are_known = len(peaks) == len(self.evaluations)
+        memory = format_memory(max(peaks)) if are_known else ""
+        total = ("total", "", "", "", "", "", format_duration(seconds), "", memory)
         blocks = f"{first.depth} block{'s' * (first.depth != 1)}"
+        dagger = explain_dagger(entry.degenerate_percent for entry in self.entries)
+        has_last = not all(entry.candidate_layers for entry in self.entries)
         return PrintedTable(
             title=f"{self.name}: {blocks}, sha256 {first.checkpoint_sha256[:12]}",
             header=(
-                *("task", "dataset", "metric", "score @block"),
-                *("images", "time", "images/s", "peak memory"),
+                "task", "dataset", "metric", "score @block", "baseline",
+                "images", "time", "images/s", "peak memory",
             ),
             rows=(*rows, tuple(map(Cell, total))),
             notes=self._notes(),
-            symbol_notes=tuple(
-                filter(None, [explain_dagger(entry.degenerate_percent for entry in self.entries)])
-            ),
+            symbol_notes=(*([dagger] if dagger else []), *([_LAST_BLOCK_NOTE] if has_last else [])),
+        )  # fmt: skip
+
+    def _row(self, evaluation: StoredEvaluation, entry: ScoreEntry) -> tuple[Cell, ...]:
+        record = entry.records[0]
+        baseline = Baseline.from_details(record.details)
+        mark = "" if entry.candidate_layers else " ‡"
+        texts = (
+            f"{record.task}, {record.protocol_label}",
+            f"{record.dataset} {record.split}",
+            f"{metric_with_unit(record)}, {record.facet}",
+            f"{entry.text()} {blocks_text(entry)}{mark}",
+            "" if baseline is None else f"{baseline.value:.1f}",
+            *evaluation.cost_texts(),
         )
+        return tuple(map(Cell, texts))
 
     def _notes(self) -> tuple[str, ...]:
         records = [record for entry in self.entries for record in entry.records]
-        notes = choice_notes(self.entries, "holdout")
-        if last := sorted({e.records[0].metric for e in self.entries if not e.candidate_layers}):
-            notes.append(f"{', '.join(last)}: no block was chosen, so the last one is shown")
-        return (*notes, *metric_notes(records), COST_NOTE, describe_provenance(records))
+        return (
+            *choice_notes(self.entries, "holdout"),
+            *metric_notes(records),
+            COST_NOTE,
+            "`ssl-bench table --task TASK` prints the other metrics and all blocks of a task",
+            describe_provenance(records),
+        )
 
     def csv_rows(self) -> list[dict[str, Any]]:
         return [
@@ -171,7 +219,7 @@ class Card(Table):
 
 def _cost_fields(evaluation: StoredEvaluation) -> dict[str, Any]:
     return {
-        "images": evaluation.num_images,
+        "num_images_with_training": evaluation.num_images,
         "seconds": evaluation.seconds,
         "images_per_second": evaluation.images_per_second,
         "peak_memory": evaluation.peak_memory,
@@ -188,7 +236,7 @@ def build_cards(store: ResultStore, records: Sequence[Record]) -> list[Card]:
     cards = []
     for encoder, name in model_names(records).items():
         own = [record for record in records if record.encoder_id == encoder]
-        evaluations = list_evaluations(store, own)
+        evaluations = list_evaluations(own)
         entries = [_represent(evaluation.records, store) for evaluation in evaluations]
         cards.append(Card(name=name, evaluations=evaluations, entries=entries))
     return cards

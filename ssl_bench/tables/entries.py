@@ -32,9 +32,8 @@ K = TypeVar("K", bound=Hashable)
 MEASUREMENT_FIELDS = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 """Fields of a record (a stored score) that state what was measured."""
 _PROVENANCE = (
-    *("num_images", "version", "git_commit", "torch", "device", "seconds", "peak_memory"),
-    "created",
-)
+    "num_images", "version", "git_commit", "torch", "device", "seconds", "peak_memory", "created",
+)  # fmt: skip
 
 
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:

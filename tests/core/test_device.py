@@ -19,14 +19,13 @@ from ssl_bench.models import ViTConfig, build_vit
 from ssl_bench.system import device as module
 from ssl_bench.system import process
 from ssl_bench.system.device import (
+    PeakMemory,
     RoundedProducts,
     autocast,
     autocast_dtype,
     choose_device,
     describe_device,
     free_gpu_memory,
-    peak_memory,
-    reset_peak_memory,
 )
 from ssl_bench.system.process import (
     count_usable_cores,
@@ -235,16 +234,16 @@ def test_bfloat16_is_computed_in_float32_on_older_cpus(processor):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/clear_refs")
-def test_peak_memory_includes_only_the_time_since_the_reset():
+def test_peak_memory_includes_only_the_time_since_the_start():
     def use_memory(mib: int) -> None:
         with mmap.mmap(-1, mib << 20) as memory:
             memory.write(b"x" * (mib << 20))
 
     use_memory(300)
-    reset_peak_memory(torch.device("cpu"))
-    before = peak_memory(torch.device("cpu"))
+    peak = PeakMemory(torch.device("cpu"))
+    before = peak.read()
     use_memory(100)
-    after = peak_memory(torch.device("cpu"))
+    after = peak.read()
 
     assert before is not None
     assert after is not None

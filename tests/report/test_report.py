@@ -237,10 +237,10 @@ def test_published_values_are_shown_with_their_differences(tmp_path, dataset, is
 def test_a_checkpoint_page_states_the_cost_of_each_evaluation(tmp_path):
     store, scored = ResultStore(tmp_path), "f0" * 32
     trained_on = {"split": "train", "fingerprint": "0f" * 32, "num_images": 30}
-    store.save_image_ids(scored, [f"image{number}" for number in range(10)])
     # The results of the first block were stored before the evaluation ended.
-    for layer, seconds in ((0, 50.0), (1, 200.0)):
+    for layer, seconds, created in ((0, 50.0, "03:04:00"), (1, 200.0, "03:06:30")):
         settings = {"dataset_fingerprint": scored, "settings": {"trained_on": trained_on}}
+        settings |= {"created": f"2026-01-02T{created}+00:00", "num_images": 10}
         store.save(build_record(task="knn", layer=layer, seconds=seconds, **settings))
     store.save(build_record(seconds=30.0, peak_memory=3 * 2**30))
     write_report(tmp_path)
@@ -249,7 +249,7 @@ def test_a_checkpoint_page_states_the_cost_of_each_evaluation(tmp_path):
     row = r"<th[^>]*>(knn|tokencut) on[^<]*?(?:, (\d+) images)?</th>" + 3 * "<td[^>]*>(.*?)</td>"
     assert re.findall(row, page.read_text().replace("<wbr>", "")) == [
         ("knn", "40", "3 min", "0.2", ""),
-        ("tokencut", "", "30 s", "", "3 GiB"),
+        ("tokencut", "60", "30 s", "2", "3 GiB"),
     ]
 
 

@@ -126,6 +126,7 @@ class Ledger:
     # Unfinished copies of this kind, as pairs (target, values).
     pending_uploads: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
     is_uploading_early: bool = False
+    upload_stream: Any = None
     # Unfinished copies to pinned memory, as pairs (target, values).
     pending_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
@@ -145,9 +146,9 @@ class Ledger:
         self.pending_copies.clear()
 
     @contextmanager
-    def uploading_early(self) -> Iterator[None]:
-        """Delay the copies to the device inside a `with` block until a stream waits for them."""
-        self.is_uploading_early = True
+    def uploading_early(self, stream: Any) -> Iterator[None]:
+        """Delay copies to the device inside a `with` block until another stream waits for them."""
+        self.is_uploading_early, self.upload_stream = True, stream
         try:
             yield
         finally:
@@ -159,8 +160,11 @@ class Ledger:
         self.pending_uploads.append((target, target.clone()))
         target.copy_(_corrupt(target))
 
-    def complete_early_uploads(self) -> None:
-        # This copy was counted when it started.
+    def complete_early_uploads(self, stream: Any) -> None:
+        """Complete the copies of a stream for which another stream waits."""
+        if stream is not self.upload_stream:
+            return
+        # The copies were counted when they started.
         with torch._C._DisableTorchDispatch():
             for target, values in self.pending_uploads:
                 target.copy_(values)

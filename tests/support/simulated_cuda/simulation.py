@@ -53,8 +53,8 @@ class Stream:
 
     def __init__(self, _: Any = None) -> None: ...
 
-    def wait_stream(self, _: "Stream") -> None:
-        LEDGER.complete_early_uploads()
+    def wait_stream(self, other: "Stream") -> None:
+        LEDGER.complete_early_uploads(other)
 
     def synchronize(self) -> None:
         LEDGER.count_wait("Stream.synchronize")
@@ -93,7 +93,7 @@ CUDA: dict[str, Any] = {
     "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
     "current_stream": lambda *_: Stream(),
     "Stream": Stream,
-    "stream": lambda _: LEDGER.uploading_early(),
+    "stream": LEDGER.uploading_early,
     "Event": CudaEvent,
     **dict.fromkeys(
         ("init", "_lazy_init", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all",
