@@ -340,8 +340,8 @@ def prepare_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
         resume: Whether the run in the folder is continued. The files of a continued run are kept,
             even if `overwrite` is true.
         overwrite: Whether the checkpoints, log and configuration of the previous run are deleted.
-            All other files in the folder
-            are kept, including the folders of TensorBoard and Weights & Biases.
+            All other files in the folder are kept, including the folders of TensorBoard and
+            Weights & Biases.
 
     Raises:
         ConfigurationError: The folder contains a run, and neither `resume` nor `overwrite` is true.

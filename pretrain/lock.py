@@ -5,8 +5,8 @@ releases the lock when the process ends, even if the process is killed. A forked
 inherit the lock, so data workers that outlive a killed run do not keep the folder locked. Child
 processes would inherit a lock by `fcntl.flock`, which the package filelock uses.
 
-No other code may open the lock file. A process loses its lock (a POSIX record lock) when it closes
-the file, even if other code of the process has opened and closed it.
+No other code may open the lock file. A process loses its lock (a POSIX record lock) as soon as any
+of its code closes the file, even through another descriptor.
 """
 
 import os

@@ -139,9 +139,9 @@ class StepReporter:
     def _require_learning(self, row: Mapping[str, Any]) -> None:
         """Raise a ConfigurationError if the run has not learned for too many consecutive steps.
 
-        A run has not learned in a step if its loss or gradient is not finite (for
-        `train.non_finite_patience` steps), or if `diagnose` finds a problem after the warm-up (for
-        `train.collapse_patience` steps).
+        The error is raised after `train.non_finite_patience` consecutive steps whose loss or
+        gradient is not finite. After the warm-up, it is also raised after `train.collapse_patience`
+        consecutive steps in which `diagnose` finds a problem.
         """
         options = self._options
         if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):

@@ -25,10 +25,10 @@ A run may end before its last step:
 `pretrain/resume.py` describes what may change before a run is resumed.
 
 If several processes train together, all processes call the same functions in the same order. If a
-single process left the training loop, the other processes would wait for this process forever. A
-process therefore stores an error of reading images, the monitor, the log or a checkpoint until all
-processes call `TrainingRanks.raise_on_all`, which raises the error in all processes. This happens
-before each micro-batch and after the last step. An error of the step itself is raised at once.
+single process left the training loop, the other processes would wait for this process forever. An
+error from the data, the monitor, the log or a checkpoint is therefore stored until all processes
+call `TrainingRanks.raise_on_all`, which raises the error in all processes. This happens before each
+micro-batch and after the last step. An error of the step itself is raised at once.
 """
 
 import math

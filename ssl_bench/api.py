@@ -162,8 +162,9 @@ def probe(
 ) -> Results:
     """Probe blocks of an encoder and return the results, like the command `ssl-bench probe`.
 
-    Results that already exist in `out` are not computed again. To measure its memory use, this
-    function resets PyTorch's peak memory statistics of a GPU.
+    Results that already exist in `out` are not computed again. To measure peak memory, this
+    function resets PyTorch's statistics of peak memory on a GPU, or the peak resident memory of the
+    process (VmHWM) on a CPU.
 
     Args:
         encoder: An address in the format of `--checkpoint`, such as "demo:skip", an `Encoder`, or

@@ -115,7 +115,7 @@ def _find_earlier_runs(job: Job, records: Sequence[Record], store: ResultStore) 
         layers = {record.layer for record in same_images}
         if scored and ids.issuperset(scored) and layers.issuperset(job.layers):
             slowest = max(same_images, key=lambda record: record.seconds)
-            num_images = store.count_images(slowest) or 0
+            num_images = len(scored) + slowest.num_training_images
             runs.append(
                 EarlierRun(scored, num_images, slowest.seconds, slowest.device, slowest.created)
             )

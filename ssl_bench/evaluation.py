@@ -54,6 +54,7 @@ from ssl_bench.system.files import (
 from ssl_bench.system.output import (
     format_duration,
     format_memory,
+    format_rate,
     print_message,
     show_progress,
 )
@@ -656,7 +657,7 @@ class Evaluation:
         memory = f", peak memory {format_memory(peak)}" if peak is not None else ""
         return (
             f"{self._describe(images)}: {num_images:,} images in {format_duration(seconds)}, "
-            f"{num_images / seconds:.3g} images/s{memory}"
+            f"{format_rate(num_images, seconds)} images/s{memory}"
         )
 
     def _record(

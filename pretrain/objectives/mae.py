@@ -122,7 +122,7 @@ class MaeLearner(Learner):
         """Compute the mean squared error of the pixels in the hidden patches.
 
         PyTorch's global random generator, which the trainer seeds at each step, selects the patches
-        to hide. With another number of micro-batches, other patches of an image may be hidden.
+        to hide. A different number of micro-batches may hide different patches of an image.
 
         Args:
             network: The student network, possibly wrapped for training on several devices.

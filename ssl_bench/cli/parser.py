@@ -70,10 +70,11 @@ _EXAMPLES = {
 
 _PATH_OPTIONS = ("out", "runs", "into", "figure", "manifest", "slurm_logs")
 _PROBING_KEYS = {"limit": "data.limit", "seed": "seed"}
+_DRAWING_KEYS = _PROBING_KEYS | {"pictures": "probe.panels"}
 KEY_OF_FLAG: Mapping[str, Mapping[str, str]] = {
     "features": {"limit": "data.limit"},
-    "probe": _PROBING_KEYS | {"pictures": "probe.panels"},
-    "card": _PROBING_KEYS | {"pictures": "probe.panels"},
+    "probe": _DRAWING_KEYS,
+    "card": _DRAWING_KEYS,
     "sweep": _PROBING_KEYS,
     "pretrain": {
         "limit": "data.limit",

@@ -346,7 +346,7 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "evaluations": [
             {
                 "evaluation": evaluation,
-                "costs": evaluation.cost_texts(),
+                "cost_texts": evaluation.cost_texts(),
                 "footnote": format_footnote(evaluation.records),
                 "settings": sorted(evaluation.records[0].settings.items()),
             }

@@ -133,7 +133,8 @@ class Baseline:
     def from_details(cls, details: Mapping[str, Any]) -> "Baseline | None":
         """Return the baseline in `Record.details`, or None if there is no baseline."""
         entry = details.get(_BASELINE)
-        return None if entry is None else cls(**entry)
+        # The score of a baseline is saved as None if it is undefined.
+        return None if entry is None or entry["value"] is None else cls(**entry)
 
     @classmethod
     def best(cls, values: Mapping[str, float]) -> "Baseline":
@@ -379,6 +380,11 @@ class Record(ResultKey):
         return None if setting is None else TrainingImages(**setting)
 
     @property
+    def num_training_images(self) -> int:
+        """Number of images on which the probe was trained, or 0 if it was not trained."""
+        return 0 if self.trained_on is None else self.trained_on.num_images
+
+    @property
     def corruption(self) -> RecordedCorruption | None:
         """The corruption of the scored images, or None if they are not corrupted."""
         setting = self.settings.get(CORRUPTION_KEY)
@@ -456,11 +462,14 @@ _MAX_REASON_CHARACTERS = 200
 # Metrics that are adjusted for chance. They are negative if the result is worse than chance.
 _CHANCE_ADJUSTED = re.compile(r"ami(_x\d+)?")
 _ROUNDING = 1e-6
+# Largest possible number of images, of seconds and of bytes of memory in a record.
+_MAX_COST = 1e18
 # The first digits of a fingerprint are part of the names of figure folders.
 _FINGERPRINT = re.compile(r"(stat-)?[0-9a-f]{8,128}")
 _MAPPINGS = ("settings", "details", "architecture", "changed")
 _TYPES: dict[Any, tuple[type, ...]] = {
-    str: (str,), int: (int,), float: (int, float), str | None: (str, NoneType)
+    str: (str,), int: (int,), float: (int, float), str | None: (str, NoneType),
+    int | None: (int, NoneType),
 }  # fmt: skip
 # Allowed Python types of each field after the JSON text is parsed. None stands for pairs and
 # triples of numbers, which are checked separately.
@@ -603,16 +612,20 @@ def find_encoder(
 
 
 def _require_possible_values(record: Record) -> None:
-    """Raise an error if a percentage in a record (a stored result) is out of range or not a number.
+    """Raise an error if a number in a record (a stored result) is out of range or not a number.
 
-    An error is also raised if the training images, the corruption or the baseline have unexpected
-    fields.
+    Percentages and costs are checked. An error is also raised if the training images, the
+    corruption or the baseline have unexpected fields.
 
     Raises:
         TypeError, ValueError: The record contains an impossible value.
     """
     # Reading these properties raises a TypeError if the settings have unexpected fields.
     _ = record.trained_on, record.corruption
+    costs = ("num_images", record.num_images), ("peak_memory", record.peak_memory)
+    for name, cost in (*costs, ("seconds", record.seconds)):
+        if cost is not None and not 0 <= cost <= _MAX_COST:
+            raise ValueError(f"{name} is {cost}, expected 0 to {_MAX_COST:g}")
     percentages = {"details.degenerate_percent": record.details.get("degenerate_percent")}
     if record.unit == "%":
         percentages["value"] = record.value

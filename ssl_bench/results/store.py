@@ -266,14 +266,6 @@ class ResultStore:
         except (OSError, *_READING_ERRORS):
             return None
 
-    def count_images(self, record: Record) -> int | None:
-        """Return the number of scored images and training images of a result.
-
-        Return None if the ids of the scored images are not stored.
-        """
-        scored, training = self.image_ids(record.dataset_fingerprint), record.trained_on
-        return None if scored is None else len(scored) + (training.num_images if training else 0)
-
     def _image_ids_path(self, fingerprint: str) -> Path:
         return self.root / "images" / f"{fingerprint[:16]}.json"
 

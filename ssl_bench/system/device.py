@@ -4,7 +4,7 @@ import os
 import platform
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,10 @@ class PeakMemory:
             return None
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+        with suppress(OSError, StopIteration, ValueError):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+        return None
 
 
 def free_gpu_memory(device: torch.device) -> int:
@@ -157,7 +159,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def upload(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
-    """Copy a tensor to a device, while a GPU still computes earlier work.
+    """Copy a tensor to a device, without waiting for earlier work of a GPU.
 
     The GPU copies the tensor in a separate stream. Work that is queued after this function waits
     for the copy.

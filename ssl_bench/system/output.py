@@ -142,8 +142,14 @@ def format_memory(num_bytes: int) -> str:
     """Format an amount of memory as "35 MiB", "1.2 GiB" or "12 GiB"."""
     gib = num_bytes / 2**30
     if gib < 0.1:
-        return f"{num_bytes / 2**20:.2g} MiB"
+        return f"{num_bytes / 2**20:.0f} MiB"
     return f"{gib:.0f} GiB" if gib >= 10 else f"{gib:.2g} GiB"
+
+
+def format_rate(num_images: int, seconds: float) -> str:
+    """Format a number of images per second as "0.25", "12.3" or "1,234"."""
+    rate = num_images / seconds
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 # Escape untrusted text.

@@ -326,7 +326,7 @@ def provenance_fields(hardware: str, seconds: float) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": hardware,
         "seconds": round(seconds, 3),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ssl_bench.layers import INNER_FACETS
 from ssl_bench.results import Baseline, Record, ResultStore
-from ssl_bench.system.output import format_duration, format_memory
+from ssl_bench.system.output import format_duration, format_memory, format_rate
 from ssl_bench.tables.depth import main_metrics
 from ssl_bench.tables.entries import (
     ScoreEntry,
@@ -33,15 +33,16 @@ from ssl_bench.tables.sheets import Cell, PrintedTable, Table
 
 COST_NOTE = (
     "The number of images includes training images. An evaluation takes less time if it uses "
-    "features of an earlier one in the same command. Peak memory is that of tensors on a GPU. On a "
-    "CPU, it is that of the whole process, including PyTorch and what earlier probes left in memory"
+    "features of an earlier one in the same command. On a GPU, peak memory counts only tensors. On "
+    "a CPU, it is the memory of the whole process, including PyTorch and what earlier probes left "
+    "in memory"
 )
+"""Explanation of the costs in cards and reports."""
+
 _LAST_BLOCK_NOTE = (
     "‡: the last block, because no block could be chosen: a higher value is not better, per-image "
     "values are missing, or most images are degenerate at every block"
 )
-# Largest difference of the starts of one run, in seconds. Stored times are cut to whole seconds.
-_MAX_START_DIFFERENCE = 1.5
 
 
 class CostTexts(NamedTuple):
@@ -60,7 +61,7 @@ class StoredEvaluation(NamedTuple):
         title: The task, dataset and protocol (preset of settings).
         records: The stored scores.
         num_images: Number of scored images and training images.
-        seconds: Wall-clock time from the start of the evaluation until the last of `records`.
+        seconds: Wall-clock time in which the records were computed.
         peak_memory: Peak memory use in bytes, or None if it is unknown.
     """
 
@@ -70,56 +71,57 @@ class StoredEvaluation(NamedTuple):
     seconds: float
     peak_memory: int | None
 
-    @property
-    def images_per_second(self) -> float | None:
-        return self.num_images / self.seconds if self.seconds else None
-
     def cost_texts(self) -> CostTexts:
-        rate, memory = self.images_per_second, self.peak_memory
+        memory = self.peak_memory
         return CostTexts(
             f"{self.num_images:,}",
             format_duration(self.seconds),
-            "" if rate is None else f"{rate:.3g}",
+            format_rate(self.num_images, self.seconds) if self.seconds else "",
             "" if memory is None else format_memory(memory),
         )
 
 
 def list_evaluations(records: Sequence[Record]) -> list[StoredEvaluation]:
-    """Group the records (stored scores) of one encoder by evaluation, sorted by title.
+    """Group the records (stored scores) of one encoder by evaluation, sorted by task.
 
     If an evaluation was repeated with other seeds, its cost is that of the slowest seed.
     """
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for record in records:
-        title = (
-            f"{record.task} on {record.dataset} {record.split}, protocol {record.protocol_label}"
-        )
-        groups[title, record.dataset_fingerprint, settings_digest(record)].append(record)
+        names = (record.task, record.dataset, record.split, record.protocol_label)
+        groups[*names, record.dataset_fingerprint, settings_digest(record)].append(record)
     evaluations = []
-    for (title, *_), members in sorted(groups.items()):
-        seeds = {record.seed for record in members}
-        by_seed = [[record for record in members if record.seed == seed] for seed in sorted(seeds)]
-        slowest = max(by_seed, key=_measure_seconds)
-        trained_on = slowest[0].trained_on
-        num_images = max(record.num_images for record in slowest)
-        num_images += trained_on.num_images if trained_on else 0
+    for (task, dataset, split, protocol, *_), members in sorted(groups.items()):
+        by_seed: dict[int, list[Record]] = defaultdict(list)
+        for record in members:
+            by_seed[record.seed].append(record)
+        costs = [(_measure_seconds(own), seed, own) for seed, own in sorted(by_seed.items())]
+        seconds, _, slowest = max(costs)
         peaks = [record.peak_memory for record in slowest if record.peak_memory is not None]
-        seconds, memory = _measure_seconds(slowest), max(peaks, default=None)
-        evaluations.append(StoredEvaluation(title, members, num_images, seconds, memory))
+        evaluations.append(
+            StoredEvaluation(
+                title=f"{task} on {dataset} {split}, protocol {protocol}",
+                records=members,
+                num_images=max(
+                    record.num_images + record.num_training_images for record in slowest
+                ),
+                seconds=seconds,
+                peak_memory=max(peaks, default=None),
+            )
+        )
     return evaluations
 
 
 def _measure_seconds(records: Sequence[Record]) -> float:
     """Return the wall-clock time in which the records (stored scores) of an evaluation were made.
 
-    The times of all runs are added, because several runs may have computed different blocks.
+    Several runs may have computed different blocks, one after the other or at the same time.
     """
-    total, longest, previous_start = 0.0, 0.0, -math.inf
+    total, latest_end = 0.0, -math.inf
     for start, seconds in sorted((_find_start(record), record.seconds) for record in records):
-        if start - previous_start > _MAX_START_DIFFERENCE:
-            total, longest = total + longest, 0.0
-        previous_start, longest = start, max(longest, seconds)
-    return total + longest
+        total += max(0.0, min(seconds, start + seconds - latest_end))
+        latest_end = max(latest_end, start + seconds)
+    return total
 
 
 def _find_start(record: Record) -> float:
@@ -186,7 +188,7 @@ class Card(Table):
             *choice_notes(self.entries, "holdout"),
             *metric_notes(records),
             COST_NOTE,
-            "`ssl-bench table --task TASK` prints the other metrics and all blocks of a task",
+            "`ssl-bench table --task TASK` prints all metrics, facets and blocks of a task",
             describe_provenance(records),
         )
 
@@ -221,7 +223,6 @@ def _cost_fields(evaluation: StoredEvaluation) -> dict[str, Any]:
     return {
         "num_images_with_training": evaluation.num_images,
         "seconds": evaluation.seconds,
-        "images_per_second": evaluation.images_per_second,
         "peak_memory": evaluation.peak_memory,
     }
 
@@ -229,7 +230,8 @@ def _cost_fields(evaluation: StoredEvaluation) -> dict[str, Any]:
 def build_cards(store: ResultStore, records: Sequence[Record]) -> list[Card]:
     """Build a card for each encoder of the given records (stored scores).
 
-    An evaluation is represented by the main metric of its task. The block is chosen on held-out
+    An evaluation is represented by the main metric of its task. If there are several facets (kinds
+    of features), the facet with the most scores is shown. The block is chosen on held-out
     images. If no block can be chosen, for example because a higher value is not better, the last
     block is shown.
     """

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import shlex
@@ -67,6 +68,9 @@ WRONG = [
     ({"value": 250.0, "ci95": None}, "value is 250.0"),
     ({"details": {"degenerate_percent": "many"}}, "degenerate_percent is 'many'"),
     ({"details": {"baseline": 5}}, "details.baseline is 5"),
+    ({"peak_memory": "much"}, "peak_memory is 'much'"), ({"peak_memory": -1}, "peak_memory is -1"),
+    ({"peak_memory": 10**400}, "peak_memory is"), ({"num_images": -3}, "num_images is -3"),
+    ({"seconds": math.inf}, "seconds is inf"), ({"seconds": math.nan}, "seconds is nan"),
     ({"settings": {"corrupted": {"a": 1}}}, ""), ({"settings": {"trained_on": {"a": 1}}}, ""),
 ]  # fmt: skip
 

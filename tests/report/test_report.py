@@ -246,7 +246,7 @@ def test_a_checkpoint_page_states_the_cost_of_each_evaluation(tmp_path):
     write_report(tmp_path)
 
     (page,) = (tmp_path / "report").glob("checkpoint-*.html")
-    row = r"<th[^>]*>(knn|tokencut) on[^<]*?(?:, (\d+) images)?</th>" + 3 * "<td[^>]*>(.*?)</td>"
+    row = r"<th[^>]*>(knn|tokencut) on[^<]*? \((\d+) images\)</th>" + 3 * "<td[^>]*>(.*?)</td>"
     assert re.findall(row, page.read_text().replace("<wbr>", "")) == [
         ("knn", "40", "3 min", "0.2", ""),
         ("tokencut", "60", "30 s", "2", "3 GiB"),
