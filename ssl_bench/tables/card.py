@@ -160,7 +160,7 @@ class Card(Table):
         return PrintedTable(
             title=f"{self.name}: {blocks}, sha256 {first.checkpoint_sha256[:12]}",
             header=(
-                "task", "dataset", "metric", "score @block", "baseline",
+                "task", "dataset", "metric", "baseline", "score @block",
                 "images", "time", "images/s", "peak memory",
             ),
             rows=(*rows, tuple(map(Cell, total))),
@@ -176,8 +176,8 @@ class Card(Table):
             f"{record.task}, {record.protocol_label}",
             f"{record.dataset} {record.split}",
             f"{metric_with_unit(record)}, {record.facet}",
-            f"{entry.text()} {blocks_text(entry)}{mark}",
             "" if baseline is None else f"{baseline.value:.1f}",
+            f"{entry.text()} {blocks_text(entry)}{mark}",
             *evaluation.cost_texts(),
         )
         return tuple(map(Cell, texts))

@@ -114,8 +114,8 @@ def test_costs_are_sums_over_runs_and_maxima_over_blocks(tmp_path):
 
     first, second, total = read_rows()
     # A higher effective rank is not better, so the last block is shown.
-    assert first[3:] == ["9 @11 ‡", "", "60", "2 min", "0.5", "2 GiB"]
-    assert second[4:] == ["", "60", "2 min", "0.6", "3 GiB"]
+    assert first[3:] == ["", "9 @11 ‡", "60", "2 min", "0.5", "2 GiB"]
+    assert second[5:] == ["60", "2 min", "0.6", "3 GiB"]
     assert total[6:] == ["4 min", "", "3 GiB"]
     records.append(save(store, task="pca", metric="explained_variance"))
     _, pca, _, total = read_rows()
