@@ -250,6 +250,26 @@ def test_peak_memory_includes_only_the_time_since_the_start():
     assert 90 << 20 < after - before < 290 << 20
 
 
+@pytest.mark.parametrize("name", ["clear_refs", "status"])
+def test_peak_memory_is_unknown_if_linux_does_not_tell_it(monkeypatch, name):
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(path)
+
+    method = {"clear_refs": "write_text", "status": "read_text"}[name]
+    monkeypatch.setattr(Path, method, refuse)
+
+    assert PeakMemory(torch.device("cpu")).read() is None
+
+
+def test_peak_memory_on_a_gpu_is_that_of_tensors(monkeypatch):
+    calls = list[torch.device]()
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", calls.append)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda _: 7)
+
+    assert PeakMemory(torch.device("cuda:1")).read() == 7
+    assert calls == [torch.device("cuda:1")]
+
+
 def test_memory_that_torch_caches_counts_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60)
